@@ -1,0 +1,27 @@
+"""The model. Every file in this folder travels inside a checkpoint: it may import torch, Transformers and siblings."""
+
+from .attention_lsgpt import HeadGroup, LSGPTAttention
+from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+from .masking_lsgpt import create_attention_masks
+from .modeling_lsgpt import (
+    LSGPTForCausalLM,
+    LSGPTForSequenceClassification,
+    LSGPTForTokenClassification,
+    LSGPTModel,
+    LSGPTPreTrainedModel,
+)
+
+
+__all__ = [
+    "GLOBAL",
+    "LOCAL",
+    "HeadGroup",
+    "LSGPTAttention",
+    "LSGPTConfig",
+    "LSGPTForCausalLM",
+    "LSGPTForSequenceClassification",
+    "LSGPTForTokenClassification",
+    "LSGPTModel",
+    "LSGPTPreTrainedModel",
+    "create_attention_masks",
+]

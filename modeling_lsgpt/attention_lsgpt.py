@@ -1,0 +1,269 @@
+"""Long Short-attention: global heads (full causal) and local heads (causal sliding window) in one layer.
+
+Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`, N blocks,
+C queries in a block.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Cache
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .configuration_lsgpt import LOCAL, LSGPTConfig
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention written out: the reference that the other engines are compared with, and the one that returns weights.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): Inputs of one group of heads.
+        attention_mask (`(B, 1, T, S)`, *optional*): Boolean, True where a query may attend; or added to the logits.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+        softcap: Bound `c` of the logits, `c * tanh(logits / c)`.
+
+    Returns:
+        The outputs `(B, T, H, D)` and the weights `(B, H, T, S)`. Weights of masked pairs are exactly 0; a query that
+        sees no key at all gets the output 0.
+    """
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
+    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    is_boolean = attention_mask is not None and attention_mask.dtype == torch.bool
+    if is_boolean:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
+        logits = logits + attention_mask
+    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if is_boolean:
+        weights = weights.masked_fill(~attention_mask, 0.0)
+    weights = F.dropout(weights.to(query.dtype), p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def blocked_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocked_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
+
+    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so the
+    blocks become the batch of one small `scaled_dot_product_attention`. The query heads that share a key/value head
+    stand below each other in the block, and the keys are not repeated.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
+            query. Keys that no query's window reaches may be missing.
+        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): True where a query may attend, see `create_attention_masks`.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    batch_size, num_heads, q_length, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    groups = num_heads // num_kv_heads
+    num_blocks, _, block_length, span = blocked_mask.shape[1:]
+    past = span - block_length  # W - 1
+    tail = num_blocks * block_length - q_length
+
+    def cut_queries(query):
+        query = F.pad(query, (0, 0, 0, tail))
+        query = query.view(batch_size, num_kv_heads, groups, num_blocks, block_length, head_dim)
+        query = query.permute(0, 3, 1, 2, 4, 5)
+        return query.reshape(batch_size * num_blocks, num_kv_heads, groups * block_length, head_dim)
+
+    def cut_keys(key):
+        key = key[:, :, -(past + q_length) :]
+        key = F.pad(key, (0, 0, past + q_length - key.shape[2], tail)).unfold(2, span, block_length)
+        return key.permute(0, 2, 1, 4, 3).reshape(batch_size * num_blocks, num_kv_heads, span, head_dim)
+
+    mask = blocked_mask[:, :, :, None].expand(batch_size, -1, -1, groups, -1, -1)
+    output = F.scaled_dot_product_attention(
+        cut_queries(query),
+        cut_keys(key),
+        cut_keys(value),
+        attn_mask=mask.reshape(batch_size * num_blocks, 1, groups * block_length, span),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    output = output.view(batch_size, num_blocks, num_kv_heads, groups, block_length, head_dim)
+    output = output.permute(0, 1, 4, 2, 3, 5).reshape(batch_size, -1, num_heads, head_dim)
+    return output[:, :q_length]
+
+
+class HeadGroup(nn.Module):
+    """
+    The heads of one kind in one decoder layer. It owns one cache layer, and has the attributes that Transformers'
+    attention functions read from the module that calls them.
+    """
+
+    def __init__(self, config: LSGPTConfig, kind: str, num_heads: int, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.kind = kind
+        self.layer_idx = layer_idx  # of the cache layer, not of the decoder layer
+        self.num_heads = num_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.num_key_value_heads = num_heads // self.num_key_value_groups
+        self.sliding_window = config.sliding_window if kind == LOCAL else None
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_masks: dict,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            query (`(B, H, T, D)`), key (`(B, H_kv, T, D)`), value (`(B, H_kv, T, D)`): This group's heads.
+            attention_masks: What `create_attention_masks` returns.
+            past_key_values: The cache, updated here.
+            **kwargs: Passed on to the engine.
+
+        Returns:
+            Outputs `(B, T, H, D)`, and from the `eager` engine the weights `(B, H, T, S)`.
+        """
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mask = attention_masks[self.kind]
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if isinstance(mask, torch.Tensor) and mask.ndim == 5:
+            return blocked_attention_forward(query, key, value, mask, self.scaling, dropout), None
+
+        engine = self.config._attn_implementation
+        self._check_engine(engine, query)
+        if self.config.attn_logit_softcapping is not None:
+            kwargs["softcap"] = self.config.attn_logit_softcapping
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(engine, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return output, weights if engine == "eager" else None
+
+    def _check_engine(self, engine: str, query: torch.Tensor):
+        if engine == "flex_attention" and query.device.type == "cpu" and query.requires_grad:
+            raise ValueError(
+                "PyTorch's FlexAttention has no backward pass on the CPU; train with "
+                'attn_implementation="sdpa", or run the model under torch.no_grad()'
+            )
+        if "flash" in engine and query.dtype not in (torch.float16, torch.bfloat16):
+            if not torch.is_autocast_enabled(query.device.type):
+                raise ValueError(
+                    f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
+                    'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
+                )
+
+
+class LSGPTAttention(nn.Module):
+    """Multi-head attention whose heads come in two groups: first the global heads, then the local ones."""
+
+    def __init__(self, config: LSGPTConfig, layer_idx: int):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.use_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.use_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
+        self.head_groups = nn.ModuleList(
+            HeadGroup(config, kind, num_heads, first_cache_layer + i)
+            for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: dict,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states (`(B, T, hidden_size)`): Normalised input of the layer.
+            attention_mask: What `create_attention_masks` returns.
+            position_embeddings: Cosines and sines `(B, T, D)` of rotary positions, or `None`.
+            past_key_values: The cache, updated here.
+
+        Returns:
+            Outputs `(B, T, hidden_size)`, and from the `eager` engine the weights `(B, H, T, S)`.
+        """
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        output, weights = self.attend(query, key, value, attention_mask, past_key_values, **kwargs)
+        return self.o_proj(output.reshape(*input_shape, -1)), weights
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_masks: dict,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Long Short-attention on `query` `(B, H, T, D)`, `key` and `value` `(B, H_kv, T, D)`: `(B, T, H, D)`."""
+        queries = query.split([group.num_heads for group in self.head_groups], dim=1)
+        kv_heads = [group.num_key_value_heads for group in self.head_groups]
+        keys, values = key.split(kv_heads, dim=1), value.split(kv_heads, dim=1)
+        outputs, weights = zip(
+            *(
+                group(*qkv, attention_masks, past_key_values, **kwargs)
+                for group, *qkv in zip(self.head_groups, queries, keys, values)
+            )
+        )
+        return torch.cat(outputs, dim=2), _join_weights(weights)
+
+
+def _join_weights(weights: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """Weights of all heads `(B, H, T, S)`: those of local heads, whose cache begins later, on the full key axis."""
+    if weights[0] is None:
+        return None
+    length = max(w.shape[-1] for w in weights)
+    return torch.cat([F.pad(w, (length - w.shape[-1], 0)) for w in weights], dim=1)

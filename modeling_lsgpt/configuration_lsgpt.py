@@ -1,0 +1,324 @@
+"""Configuration of LSGPT: a GPT whose attention layers mix a few global heads with many local heads.
+
+Long Short-attention is described in S. Hajra, arXiv:2505.15548.
+"""
+
+import copy
+import difflib
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationConfig
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+GLOBAL = "full_attention"
+"""Cache-layer type and mask key of the global heads (the name that Transformers gives to full causal attention)."""
+
+LOCAL = "sliding_attention"
+"""Cache-layer type and mask key of the local heads (the name that Transformers gives to sliding windows)."""
+
+POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
+
+# Where the Auto classes find the code inside a checkpoint, whichever of the four models was saved.
+AUTO_MAP = {
+    "AutoConfig": "configuration_lsgpt.LSGPTConfig",
+    "AutoModel": "modeling_lsgpt.LSGPTModel",
+    "AutoModelForCausalLM": "modeling_lsgpt.LSGPTForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_lsgpt.LSGPTForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_lsgpt.LSGPTForTokenClassification",
+}
+
+# Keyword arguments that are no field and yet mean something to Transformers.
+_TRANSFORMERS_KWARGS = {
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "tie_last_hidden_states",
+    "torch_dtype",
+    "transformers_weights",
+    *GenerationConfig._get_default_generation_params(),
+}
+
+
+@strict
+class LSGPTConfig(PreTrainedConfig):
+    r"""
+    Configuration of an LSGPT model. The defaults are GPT-2 small's shape with 1 global head of 12 and a window of 100.
+
+    In every layer the first `num_global_heads` heads attend to the whole past; the others are *local*: a query at
+    position `q` sees the keys `k` with `q - sliding_window < k <= q`, that is `sliding_window` keys, its own included.
+
+    Args:
+        vocab_size (`int`): Number of tokens.
+        hidden_size (`int`): Width of the residual stream.
+        num_hidden_layers (`int`): Number of decoder layers.
+        num_attention_heads (`int`): Number of query heads in each layer, both kinds together.
+        num_key_value_heads (`int`, *optional*): Number of key/value heads (grouped-query attention); defaults to
+            `num_attention_heads`.
+        head_dim (`int`, *optional*): Width of one head, free of the other widths; defaults to
+            `hidden_size // num_attention_heads`.
+        num_global_heads (`int` or `list[int]`): Number of global query heads in each layer, or one number for each
+            layer. They come first. `num_attention_heads` gives plain multi-head attention, `0` an all-local model.
+            A multiple of the group size `num_attention_heads // num_key_value_heads`: no key/value head serves both
+            kinds.
+        sliding_window (`int`): Number of keys that a query of a local head sees, its own included; at least 2.
+        intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
+        hidden_act (`str`): Activation of the MLP, a name that Transformers knows.
+        max_position_embeddings (`int`): Longest sequence. A hard limit for `learned` positions only.
+        position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings, `"rope"`
+            rotates queries and keys, `"none"` leaves the order to the causal mask.
+        rope_parameters (`dict`, *optional*): Transformers' parameters of rotary embeddings; only with `"rope"`.
+        use_bias (`bool`): Whether linear layers and layer norms have biases.
+        qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).
+        attn_logit_softcapping (`float`, *optional*): If set to `c`, the logits `z` become `c * tanh(z / c)`.
+        attention_dropout (`float`): Dropout of the attention weights.
+        resid_dropout (`float`): Dropout of each branch before it is added to the residual stream.
+        embd_dropout (`float`): Dropout of the embeddings.
+        layer_norm_eps (`float`): Epsilon of the layer norms.
+        initializer_range (`float`): Standard deviation of the initial weights. Projections into the residual stream
+            get `initializer_range / sqrt(2 * num_hidden_layers)`, as in GPT-2.
+        use_cache (`bool`): Whether the model returns its key/value cache.
+        tie_word_embeddings (`bool`): Whether the output projection shares the token embedding's weights.
+        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): Special tokens.
+
+    Raises:
+        ValueError: A value, or a combination of values, that no model can have; the message names field, rule, value.
+
+    ```python
+    >>> from lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+    >>> config = LSGPTConfig(num_hidden_layers=6, num_global_heads=2, sliding_window=64)
+    >>> model = LSGPTForCausalLM(config)
+    ```
+    """
+
+    model_type = "lsgpt"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_global_heads: int | list[int] = 1
+    sliding_window: int = 100
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 1024
+    position_embedding_type: str = "learned"
+    rope_parameters: dict | None = None
+    use_bias: bool = False
+    qk_norm: bool = False
+    attn_logit_softcapping: float | int | None = None
+    attention_dropout: float | int = 0.0
+    resid_dropout: float | int = 0.0
+    embd_dropout: float | int = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        # Here too, because `@strict` validates later and wraps what it finds in an error that is no `ValueError`.
+        self.validate_architecture()
+
+        for name in sorted(kwargs.keys() - _TRANSFORMERS_KWARGS):
+            near = difflib.get_close_matches(name, self.__dataclass_fields__, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            logger.warning(f"LSGPTConfig has no field `{name}`, nothing in the model reads it{hint}")
+        kwargs.pop("layer_types", None)  # derived, see the property below
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__post_init__(**kwargs)
+        if self.position_embedding_type != "rope":
+            self.rope_parameters = None  # Transformers fills in defaults for every configuration that has the field
+
+    def validate_architecture(self):
+        """Checks the values against each other; runs on construction and on save. Raises `ValueError`."""
+
+        def require(condition: bool, field: str, rule: str):
+            if not condition:
+                raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
+
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
+            require(getattr(self, field) > 0, field, "a positive integer")
+        heads, groups = self.num_attention_heads, self.num_attention_heads // self.num_key_value_heads
+        require(
+            heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            f"a divisor of `num_attention_heads` ({heads})",
+        )
+        require(
+            not isinstance(self.num_global_heads, list) or len(self.num_global_heads) == self.num_hidden_layers,
+            "num_global_heads",
+            f"one number, or a list with one number for each of the {self.num_hidden_layers} layers",
+        )
+        require(
+            all(0 <= count <= heads for count in self.num_global_heads_per_layer),
+            "num_global_heads",
+            f"between 0 (all local) and `num_attention_heads` ({heads}, all global)",
+        )
+        require(
+            all(count % groups == 0 for count in self.num_global_heads_per_layer),
+            "num_global_heads",
+            f"a multiple of the {groups} query heads that share a key/value head "
+            "(`num_attention_heads // num_key_value_heads`)",
+        )
+        require(self.sliding_window >= 2, "sliding_window", "at least 2 (the number of keys a local query sees)")
+        require(self.hidden_act in ACT2FN, "hidden_act", f"one of {', '.join(sorted(ACT2FN))}")
+        require(
+            self.position_embedding_type in POSITION_EMBEDDING_TYPES,
+            "position_embedding_type",
+            f"one of {', '.join(POSITION_EMBEDDING_TYPES)}",
+        )
+        if self.position_embedding_type == "rope":
+            require(self.head_dim % 2 == 0, "head_dim", 'even with `position_embedding_type="rope"`')
+        elif self.position_embedding_type == "sinusoidal":
+            require(self.hidden_size % 2 == 0, "hidden_size", 'even with `position_embedding_type="sinusoidal"`')
+        if self.position_embedding_type != "rope":
+            require(not self.rope_parameters, "rope_parameters", 'unset without `position_embedding_type="rope"`')
+        softcap = self.attn_logit_softcapping
+        require(softcap is None or softcap > 0, "attn_logit_softcapping", "positive, or None for no soft-capping")
+        for field in ("attention_dropout", "resid_dropout", "embd_dropout"):
+            require(0 <= getattr(self, field) < 1, field, "a probability in [0, 1)")
+        for field in ("layer_norm_eps", "initializer_range"):
+            require(getattr(self, field) > 0, field, "positive")
+
+    def validate_layer_type(self):
+        """Nothing to check: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""
+
+    @property
+    def num_global_heads_per_layer(self) -> list[int]:
+        """Number of global query heads of each decoder layer."""
+        if isinstance(self.num_global_heads, list):
+            return self.num_global_heads
+        return [self.num_global_heads] * self.num_hidden_layers
+
+    @property
+    def head_groups(self) -> list[dict[str, int]]:
+        """For each decoder layer, `{kind: number of query heads}`: `GLOBAL` before `LOCAL`, without empty kinds."""
+        return [
+            {kind: n for kind, n in ((GLOBAL, count), (LOCAL, self.num_attention_heads - count)) if n}
+            for count in self.num_global_heads_per_layer
+        ]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """
+        The kind of every *cache layer*, in order. A decoder layer owns one cache layer for each kind of head that it
+        has: with this, Transformers' own caches give local heads a window and global heads everything.
+        """
+        return [kind for groups in self.head_groups for kind in groups]
+
+    @property
+    def per_layer_config(self) -> list["LSGPTConfig"]:
+        """One view of this configuration per cache layer, with the head counts of that cache layer."""
+        views = []
+        for groups in self.head_groups:
+            for num_heads in groups.values():
+                view = copy.copy(self)
+                view.num_key_value_heads = num_heads * self.num_key_value_heads // self.num_attention_heads
+                view.num_attention_heads = num_heads
+                views.append(view)
+        return views
+
+    def equal_mhsa(self) -> "LSGPTConfig":
+        """The same model with all heads global: plain multi-head self-attention."""
+        mhsa = copy.deepcopy(self)
+        mhsa.num_global_heads = self.num_attention_heads
+        return mhsa
+
+    def num_parameters(self) -> int:
+        """
+        Number of trainable parameters.
+
+        Each layer has the query and output projections, `2 * d * H * D`, the key and value projections,
+        `2 * d * H_kv * D`, an MLP of `2 * d * f` and two layer norms of `d`; outside the layers stand the final norm,
+        the token embeddings `V * d`, as many for an untied head, and `P * d` learned positions. With `use_bias` every
+        projection has as many biases as outputs, every layer norm has `d` (the head has none); `qk_norm` adds `2 * D`
+        a layer. The split into global and local heads changes nothing.
+        """
+        d, f, layers = self.hidden_size, self.intermediate_size, self.num_hidden_layers
+        q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        per_layer = self._matrix_parameters_per_layer() + 2 * d
+        if self.use_bias:
+            per_layer += (q + 2 * kv + d) + (f + d) + 2 * d
+        if self.qk_norm:
+            per_layer += 2 * self.head_dim
+        outside = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        outside += d * (2 if self.use_bias else 1)
+        if self.position_embedding_type == "learned":
+            outside += self.max_position_embeddings * d
+        return layers * per_layer + outside
+
+    def flops_per_token(self, length: int) -> float:
+        """
+        Floating-point operations of the forward pass per token, the mean over a sequence of `length` tokens.
+
+        Every weight of a matrix takes part in one multiplication and one addition per token: 2 operations (`lm_head`
+        included; embeddings are look-ups). A head with `D` dimensions spends 2 `D` on the score of a key that it sees
+        and 2 `D` on adding its value: `4 * D` per visible key. The query at position `t = 1..n` sees `t` keys in a
+        global head, `min(t, W)` in a local one; the means are `(n + 1) / 2` and, for `n > W`,
+        `W - W * (W - 1) / (2 * n)`. Masked-out pairs are not counted, softmax and norms neither. The backward pass
+        takes twice as much again.
+        """
+        n, window = length, min(length, self.sliding_window)
+        visible_keys = {GLOBAL: (n + 1) / 2, LOCAL: window - window * (window - 1) / (2 * n)}
+        matrices = self.num_hidden_layers * self._matrix_parameters_per_layer() + self.vocab_size * self.hidden_size
+        attended = sum(heads * visible_keys[kind] for groups in self.head_groups for kind, heads in groups.items())
+        return 2 * matrices + 4 * self.head_dim * attended
+
+    def kv_cache_bytes(self, length: int, bytes_per_value: int = 2) -> int:
+        """
+        Size in bytes of one sequence's key/value cache after `length` tokens.
+
+        A key/value head keeps a key and a value of `D` numbers per token: of every token for a global head, of the
+        last `W` for a local one (`StaticCache` holds `W`, `DynamicCache` `W - 1`). Against multi-head attention that
+        is a share of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
+        """
+        tokens = {GLOBAL: length, LOCAL: min(length, self.sliding_window)}
+        stored = sum(
+            view.num_key_value_heads * tokens[kind] for kind, view in zip(self.layer_types, self.per_layer_config)
+        )
+        return 2 * self.head_dim * stored * bytes_per_value
+
+    def _matrix_parameters_per_layer(self) -> int:
+        projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim * self.hidden_size
+        return projections + 2 * self.hidden_size * self.intermediate_size
+
+
+__all__ = ["LSGPTConfig"]

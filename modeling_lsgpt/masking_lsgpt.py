@@ -1,0 +1,214 @@
+"""Attention masks of LSGPT: one mask for each kind of head, built once per forward pass.
+
+Transformers' mask helpers have no head axis, so the global and the local heads each get a mask of their own, from the
+same mask functions of `(batch, head, query, key)` indices. The one shape that Transformers does not have is the
+*blocked* mask of the `sdpa` engine, which evaluates the local heads' function on the band around the diagonal only.
+
+Shapes: B batch, T queries, S keys, W `sliding_window`, N blocks, C queries in a block.
+"""
+
+import torch
+from transformers import Cache
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+from transformers.utils.import_utils import is_tracing
+
+from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+
+
+MIN_BLOCK_LENGTH = 64
+
+
+def create_attention_masks(
+    config: LSGPTConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None = None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> dict:
+    """
+    The mask of each kind of head that the model has, `{GLOBAL: ..., LOCAL: ...}`, in the form that the engine
+    `config._attn_implementation` takes.
+
+    Args:
+        config: The model's configuration.
+        inputs_embeds (`(B, T, hidden_size)`): Read for shape, dtype and device only.
+        attention_mask: `(B, past + T)`, 1 for real tokens and 0 for padding; or `(B, 1, T, past + T)`, boolean (True
+            may attend) or additive, for the global heads as it is and for the local heads inside their window; or
+            the finished dictionary, returned as it is.
+        past_key_values: The cache before this step's update.
+        position_ids (`(B, T)`): Where given, positions that restart are taken for the start of another document
+            packed into the same row, and attention does not cross into it. Read while the cache is empty.
+
+    Returns:
+        A dictionary of boolean masks, True where a query may attend: `(B, 1, T, S)`; `None` where causality is all and
+        the engine knows it; `(B or 1, N, 1, C, C + W - 1)` for local heads in blocks; a `BlockMask` for
+        `flex_attention`; and for FlashAttention, which takes causality and window as arguments, `(B, S)` padding.
+
+    Raises:
+        ValueError: The mask's shape does not fit the inputs, or the engine cannot do what the inputs ask for.
+    """
+    if isinstance(attention_mask, dict):
+        return attention_mask
+    batch_size, q_length = inputs_embeds.shape[:2]
+    past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+    _check_mask_shape(attention_mask, batch_size, q_length, past_length)
+
+    custom_mask = padding_mask = documents = None
+    if attention_mask is not None and attention_mask.ndim == 4:
+        custom_mask = attention_mask.to(inputs_embeds.device)
+    elif attention_mask is not None:
+        padding_mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
+    # A tensor for a length comes from a static cache in use: its content is unknown without waiting for the device.
+    if position_ids is not None and q_length > 1 and isinstance(past_length, int) and past_length == 0:
+        documents = find_documents(position_ids.expand(batch_size, -1), padding_mask)
+    if "flash" in config._attn_implementation:
+        _check_flash_inputs(custom_mask, padding_mask, documents)
+
+    masks = {}
+    for kind in (GLOBAL, LOCAL):
+        if kind not in config.layer_types:
+            continue
+        layer_idx = config.layer_types.index(kind)
+        q_offset, kv_length, kv_offset = 0, q_length, 0
+        if past_key_values is not None:
+            q_offset = past_key_values.get_query_offset(layer_idx)
+            kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
+        sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        if custom_mask is not None:
+            masks[kind] = _restrict_custom_mask(custom_mask, config, kind, **sizes)
+        else:
+            masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, **sizes)
+    return masks
+
+
+def find_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor | None:
+    """
+    Numbers the documents that are packed into one row, from the positions at which they restart.
+
+    A real token continues its document when its position is one more than that of the real token before it, or more
+    by as many tokens as lie between (padding counts in some users' positions and does not in others').
+
+    Args:
+        position_ids (`(B, T)`): Position of each token in its document.
+        padding_mask (`(B, T)`, *optional*): True for real tokens.
+
+    Returns:
+        `(B, T)` document numbers, or `None` when every row holds one document (always numbers while tracing, where
+        values cannot be looked at).
+    """
+    index = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    real = torch.ones_like(position_ids, dtype=torch.bool) if padding_mask is None else padding_mask
+    last_real = torch.where(real, index, -1).cummax(-1).values
+    previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
+    step = position_ids - position_ids.gather(-1, previous.clamp(min=0))
+    starts = real & (previous >= 0) & (step != 1) & (step != index - previous)
+    if not is_tracing(starts) and not starts.any():
+        return None
+    return starts.cumsum(-1)
+
+
+def _create_mask(config, kind, inputs_embeds, padding_mask, documents, q_length, kv_length, q_offset, kv_offset):
+    window = config.sliding_window if kind == LOCAL else None
+    mask_function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    if documents is not None:
+        # A static cache has more keys than there are tokens yet: those belong to no document.
+        spare = max(kv_offset + kv_length - documents.shape[-1], 0)
+        documents = torch.nn.functional.pad(documents, (0, spare), value=-1)
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
+
+    engine = config._attn_implementation
+    if engine == "sdpa" and window is not None and q_length > 1 and kv_length > 2 * window:
+        if padding_mask is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(padding_mask))
+        return _blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_offset)
+
+    # Our eager attention takes boolean masks: they give rows without any key a weight of 0, as `sdpa` does.
+    build = sdpa_mask if engine == "eager" else ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(engine)
+    if build is None:
+        return None  # engines that bring their own masking, such as paged attention
+    return build(
+        batch_size=inputs_embeds.shape[0],
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=padding_mask,
+        local_size=window,
+        allow_is_causal_skip=engine != "eager" and documents is None,
+        dtype=inputs_embeds.dtype,
+        device=inputs_embeds.device,
+        config=config,
+    )
+
+
+def _blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_offset):
+    """Evaluates `mask_function` where blocks of C queries meet the C + W - 1 keys that they can see."""
+    device = inputs_embeds.device
+    block_length = max(MIN_BLOCK_LENGTH, window // 2)
+    num_blocks = -(-q_length // block_length)
+    first_query = torch.arange(num_blocks, device=device)[None, :, None, None] * block_length + q_offset
+    query = first_query + torch.arange(block_length, device=device)[:, None]
+    key = first_query + torch.arange(block_length + window - 1, device=device) - (window - 1)
+    end = q_offset + q_length
+    batch = torch.arange(inputs_embeds.shape[0], device=device)[:, None, None, None]
+    # Blocks reach beyond both ends of the sequence; mask functions look tokens up, so their indices are kept inside.
+    inside = (key >= kv_offset) & (key < end)
+    mask = mask_function(batch, 0, query.clamp(max=end - 1), key.clamp(min=0, max=end - 1)) & inside
+    return mask[:, :, None]
+
+
+def _restrict_custom_mask(mask, config, kind, q_length, kv_length, q_offset, kv_offset):
+    """A user's `(B, 1, T, S)` mask: as it is for global heads, inside the window for local ones."""
+    mask = mask[..., kv_offset : kv_offset + kv_length]
+    if kind == LOCAL:
+        query = torch.arange(q_length, device=mask.device)[:, None] + q_offset
+        key = torch.arange(mask.shape[-1], device=mask.device) + kv_offset
+        in_window = key > query - config.sliding_window
+        if mask.dtype == torch.bool:
+            mask = mask & in_window
+        else:
+            mask = mask.masked_fill(~in_window, torch.finfo(mask.dtype).min)
+    if config._attn_implementation == "flex_attention" and mask.dtype == torch.bool:
+        # Transformers' FlexAttention adds 4-D masks to the logits, whatever their type.
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return mask
+
+
+def _check_mask_shape(attention_mask, batch_size, q_length, past_length):
+    if attention_mask is None or not isinstance(past_length, int):
+        return
+    total = past_length + q_length
+    got = tuple(attention_mask.shape)
+    if attention_mask.ndim == 2 and got != (batch_size, total):
+        raise ValueError(
+            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} cached "
+            f"and {q_length} new tokens; got {got}"
+        )
+    if attention_mask.ndim == 4 and (got[0] not in (1, batch_size) or got[2] != q_length or got[3] < total):
+        raise ValueError(
+            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total}): batch, head, new tokens, "
+            f"cached and new tokens; got {got}"
+        )
+    if attention_mask.ndim not in (2, 4):
+        raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
+
+
+def _check_flash_inputs(custom_mask, padding_mask, documents):
+    if custom_mask is not None:
+        raise ValueError('FlashAttention takes no 4-D `attention_mask`; use attn_implementation="sdpa" for it')
+    if documents is not None and (documents.shape[0] > 1 or (padding_mask is not None and not padding_mask.all())):
+        raise ValueError(
+            "FlashAttention takes packed documents in one row without padding only; pass a batch of 1, or use "
+            'attn_implementation="sdpa"'
+        )

@@ -1,0 +1,318 @@
+"""LSGPT: a GPT (pre-norm decoder, GELU MLP) with Long Short-attention, arXiv:2505.15548.
+
+Shapes: B batch, T new tokens, V `vocab_size`.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_lsgpt import LSGPTAttention
+from .configuration_lsgpt import LSGPTConfig
+from .masking_lsgpt import create_attention_masks
+
+
+class LSGPTSinusoidalPositions(nn.Module):
+    """The fixed position embeddings of "Attention Is All You Need" (arXiv:1706.03762, section 3.5)."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Maps positions `(B, T)` to embeddings `(B, T, hidden_size)` in float32, sines and cosines in turn."""
+        exponents = torch.arange(0, self.hidden_size, 2, device=position_ids.device) / self.hidden_size
+        angles = position_ids[..., None].float() / 10_000.0**exponents
+        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+
+
+class LSGPTMLP(nn.Module):
+    """The position-wise feed-forward network: up, activation, down."""
+
+    def __init__(self, config: LSGPTConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+def layer_norm(config: LSGPTConfig) -> nn.LayerNorm:
+    """A layer norm over the residual stream."""
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+
+
+class LSGPTDecoderLayer(GradientCheckpointingLayer):
+    """One block: attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, config: LSGPTConfig, layer_idx: int):
+        super().__init__()
+        self.input_layernorm = layer_norm(config)
+        self.self_attn = LSGPTAttention(config, layer_idx)
+        self.post_attention_layernorm = layer_norm(config)
+        self.mlp = LSGPTMLP(config)
+        self.dropout = nn.Dropout(config.resid_dropout)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class LSGPTPreTrainedModel(PreTrainedModel):
+    """What the LSGPT models share: configuration, initial weights, and what Transformers may do with them."""
+
+    config: LSGPTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LSGPTDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": LSGPTDecoderLayer, "attentions": LSGPTAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches.
+        if isinstance(module, LSGPTDecoderLayer):
+            std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.self_attn.o_proj.weight, mean=0.0, std=std)
+            init.normal_(module.mlp.down_proj.weight, mean=0.0, std=std)
+
+    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
+        if self.config.attn_logit_softcapping is not None:
+            raise ValueError(
+                "PyTorch's scaled_dot_product_attention cannot soft-cap logits (`attn_logit_softcapping`); use "
+                'attn_implementation="eager" or "flex_attention"'
+            )
+        return super()._sdpa_can_dispatch(is_init_check)
+
+
+class LSGPTModel(LSGPTPreTrainedModel):
+    """The decoder without a head: token ids to hidden states."""
+
+    def __init__(self, config: LSGPTConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = self.rotary_emb = None
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        elif config.position_embedding_type == "sinusoidal":
+            self.embed_positions = LSGPTSinusoidalPositions(config.hidden_size)
+        elif config.position_embedding_type == "rope":
+            self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.dropout = nn.Dropout(config.embd_dropout)
+        self.layers = nn.ModuleList(LSGPTDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = layer_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids (`(B, T)`): Token ids; either these or `inputs_embeds` `(B, T, hidden_size)`.
+            attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
+                of `create_attention_masks`.
+            position_ids (`(B, T)`, *optional*): Positions; those that restart within a row separate packed documents.
+                Counted on from the cache's length by default.
+            past_key_values: A cache of Transformers, such as `DynamicCache(config=model.config)`.
+            use_cache: Whether to return a cache.
+            **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, S)` for each
+                layer, global heads first), and arguments of the attention function.
+
+        Raises:
+            ValueError: Inputs of the wrong shape, ids outside the vocabulary, more tokens than learned positions, or
+                something that the attention engine cannot do.
+        """
+        self._check_inputs(input_ids, inputs_embeds, position_ids)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        attention_mask = create_attention_masks(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+        )
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
+            position_ids = position_ids[None]
+
+        hidden_states, position_embeddings = inputs_embeds, None
+        if self.embed_positions is not None:
+            if self.config.position_embedding_type == "learned":
+                self._check_range("position_ids", position_ids, "max_position_embeddings")
+            hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
+        elif self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        hidden_states = self.dropout(hidden_states)
+
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _check_inputs(self, input_ids, inputs_embeds, position_ids):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
+        if input_ids is not None:
+            if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+                raise ValueError(
+                    f"`input_ids` must have shape (batch, tokens) with a token or more; got {tuple(input_ids.shape)}"
+                )
+            if input_ids.is_floating_point():
+                raise ValueError(f"`input_ids` must be integers; got {input_ids.dtype}")
+            self._check_range("input_ids", input_ids, "vocab_size")
+        else:
+            size = self.config.hidden_size
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != size:
+                raise ValueError(
+                    f"`inputs_embeds` must have shape (batch, tokens, {size}) with a token or more; "
+                    f"got {tuple(inputs_embeds.shape)}"
+                )
+        batch_size, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        if position_ids is not None and tuple(position_ids.shape) not in ((batch_size, length), (1, length)):
+            raise ValueError(
+                f"`position_ids` must have shape ({batch_size}, {length}), like the inputs; "
+                f"got {tuple(position_ids.shape)}"
+            )
+
+    def _check_range(self, name: str, ids: torch.Tensor, limit: str):
+        """Ids index an embedding of `config.<limit>` rows. On the CPU only: elsewhere looking would cost a wait."""
+        if ids.device.type != "cpu" or is_tracing(ids):
+            return
+        low, high = ids.aminmax()
+        size = getattr(self.config, limit)
+        if low < 0 or high >= size:
+            worst = low.item() if low < 0 else high.item()
+            remedy = {
+                "vocab_size": "is the tokenizer this model's?",
+                "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
+                'more of them or with position_embedding_type="rope"',
+            }[limit]
+            raise ValueError(f"`{name}` must be between 0 and {size - 1} (`{limit}` is {size}); got {worst}; {remedy}")
+
+
+class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    # `generate` prepares the masks of static caches itself; with this it prepares ours.
+    create_masks_for_generate = staticmethod(create_attention_masks)
+
+    def __init__(self, config: LSGPTConfig):
+        super().__init__(config)
+        self.model = LSGPTModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args, besides those of `LSGPTModel`:
+            labels (`(B, T)`, *optional*): Token ids to predict, the same as `input_ids` (the shift happens inside);
+                -100 is ignored.
+            logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
+            **kwargs: Also `num_items_in_batch`, the number of labels that the summed loss is divided by.
+
+        Returns:
+            Logits `(B, T, V)` and, with `labels`, the loss.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"`labels` must have shape {tuple(logits.shape[:2])}, one label for each token with logits; "
+                    f"got {tuple(labels.shape)}"
+                )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
+    """The decoder with a classifier on each sequence's last token."""
+
+
+class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
+    """The decoder with a classifier on each token."""
+
+
+# The two generic heads above build their decoder through AutoModel, also where this file came with a checkpoint.
+AutoModel.register(LSGPTConfig, LSGPTModel, exist_ok=True)
+
+__all__ = [
+    "LSGPTForCausalLM",
+    "LSGPTForSequenceClassification",
+    "LSGPTForTokenClassification",
+    "LSGPTModel",
+    "LSGPTPreTrainedModel",
+]
