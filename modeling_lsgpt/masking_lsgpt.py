@@ -13,6 +13,7 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
     causal_mask_function,
+    flex_attention_mask,
     packed_sequence_mask_function,
     padding_mask_function,
     prepare_padding_mask,
@@ -85,7 +86,7 @@ def create_attention_masks(
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
         sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         if custom_mask is not None:
-            masks[kind] = _restrict_custom_mask(custom_mask, config, kind, **sizes)
+            masks[kind] = _restrict_custom_mask(custom_mask, config, kind, batch_size, **sizes)
         else:
             masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, **sizes)
     return masks
@@ -168,7 +169,7 @@ def _blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_o
     return mask[:, :, None]
 
 
-def _restrict_custom_mask(mask, config, kind, q_length, kv_length, q_offset, kv_offset):
+def _restrict_custom_mask(mask, config, kind, batch_size, q_length, kv_length, q_offset, kv_offset):
     """A user's `(B, 1, T, S)` mask: as it is for global heads, inside the window for local ones."""
     mask = mask[..., kv_offset : kv_offset + kv_length]
     if kind == LOCAL:
@@ -179,9 +180,20 @@ def _restrict_custom_mask(mask, config, kind, q_length, kv_length, q_offset, kv_
             mask = mask & in_window
         else:
             mask = mask.masked_fill(~in_window, torch.finfo(mask.dtype).min)
-    if config._attn_implementation == "flex_attention" and mask.dtype == torch.bool:
-        # Transformers' FlexAttention adds 4-D masks to the logits, whatever their type.
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if config._attn_implementation == "flex_attention":
+        if mask.dtype != torch.bool:
+            raise ValueError(
+                f"`flex_attention` takes 4-D masks of booleans, True where a token may attend; got {mask.dtype}. "
+                'Convert the mask, or use attn_implementation="sdpa" for additive ones'
+            )
+        mask = mask.expand(batch_size, -1, -1, -1)
+        return flex_attention_mask(
+            batch_size,
+            q_length,
+            mask.shape[-1],
+            mask_function=lambda batch, head, query, key: mask[batch, 0, query, key],
+            device=mask.device,
+        )
     return mask
 
 

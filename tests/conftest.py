@@ -1,0 +1,52 @@
+"""Shared fixtures: tiny models whose heads, layers and positions all differ, so that a mix-up shows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `import reference`
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_global_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # logits far apart, so that equal greedy text means equal computation
+}
+
+
+@pytest.fixture
+def tiny_config():
+    """Builds an `LSGPTConfig`: `tiny_config(**overrides)`."""
+
+    def build(**overrides):
+        return LSGPTConfig(**{**TINY, **overrides})
+
+    return build
+
+
+@pytest.fixture
+def tiny_model(tiny_config):
+    """Builds an `LSGPTForCausalLM` in evaluation mode: `tiny_model(dtype=..., engine=..., **overrides)`."""
+
+    def build(dtype=torch.float32, engine="sdpa", **overrides):
+        torch.manual_seed(0)
+        config = tiny_config(**overrides)
+        config._attn_implementation = engine
+        return LSGPTForCausalLM(config).to(dtype).eval()
+
+    return build
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test draws the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)

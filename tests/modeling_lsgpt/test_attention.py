@@ -1,0 +1,272 @@
+"""Every engine against the dense reference: outputs and gradients of q, k and v, and exact zeros where nothing may flow.
+
+The flash_attention engines need a GPU and the flash-attn package: only their refusals are tested here.
+"""
+
+import itertools
+
+import pytest
+import torch
+from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, create_attention_masks
+from reference import assert_as_exact_as, dense_attention, visible_pairs
+
+
+WINDOW = 10
+LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 63, 111)
+HEADS = {  # query heads, global heads, key/value heads
+    "H6-G1": (6, 1, 6),
+    "H12-G1": (12, 1, 12),
+    "H12-G3": (12, 3, 12),
+    "H12-G4-KV6": (12, 4, 6),
+    "H6-G3-KV2": (6, 3, 2),
+    "H4-global": (4, 4, 4),
+    "H4-local": (4, 0, 4),
+    "H4-local-KV1": (4, 0, 1),
+}
+
+
+def build(heads, engine, dtype, window=WINDOW, head_dim=20, layer_idx=0, num_global_heads=None, **config):
+    num_heads, num_global, num_kv_heads = heads
+    config = LSGPTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        num_global_heads=num_global if num_global_heads is None else num_global_heads,
+        head_dim=head_dim,
+        sliding_window=window,
+        **config,
+    )
+    config._attn_implementation = engine
+    return LSGPTAttention(config, layer_idx).to(dtype), config
+
+
+def random_qkv(batch_size, heads, length, head_dim, dtype, gradients=True):
+    shapes = [(batch_size, n, length, head_dim) for n in (heads[0], heads[2], heads[2])]
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(gradients) for shape in shapes]
+
+
+def pad(batch_size, length, side):
+    """Row b has b tokens of padding at the given side."""
+    mask = torch.ones(batch_size, length, dtype=torch.long)
+    for row in range(1, batch_size):
+        if side == "left":
+            mask[row, :row] = 0
+        else:
+            mask[row, -row:] = 0
+    return mask
+
+
+def pack(batch_size, length):
+    """Positions and numbers of documents of growing lengths; rows differ."""
+    documents = torch.zeros(batch_size, length, dtype=torch.long)
+    positions = torch.zeros(batch_size, length, dtype=torch.long)
+    for row in range(batch_size):
+        start, size, number = 0, 1 + row, 0
+        while start < length:
+            stop = min(start + size, length)
+            documents[row, start:stop] = number
+            positions[row, start:stop] = torch.arange(stop - start)
+            start, size, number = stop, size + 5, number + 1
+    return positions, documents
+
+
+def scenario(name, batch_size, length):
+    """What the model is told, and what the reference is told."""
+    if name in ("left", "right"):
+        mask = pad(batch_size, length, name)
+        return {"attention_mask": mask}, {"padding_mask": mask}
+    if name == "packed":
+        positions, documents = pack(batch_size, length)
+        return {"position_ids": positions}, {"documents": documents}
+    if name == "packed-ones":
+        positions, documents = pack(batch_size, length)
+        ones = torch.ones(batch_size, length, dtype=torch.long)
+        return {"position_ids": positions, "attention_mask": ones}, {"documents": documents}
+    if name == "packed-right":
+        positions, documents = pack(batch_size, length)
+        mask = pad(batch_size, length, "right")
+        return {"position_ids": positions, "attention_mask": mask}, {"documents": documents, "padding_mask": mask}
+    return {}, {}
+
+
+def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=True, head_dim=20, **kwargs):
+    attention, config = build(heads, engine, dtype, head_dim=head_dim, **kwargs)
+    qkv = random_qkv(batch_size, heads, length, head_dim, dtype, gradients)
+    told, truth = scenario(name, batch_size, length)
+    embeds = torch.empty(batch_size, length, 0, dtype=dtype)
+    masks = create_attention_masks(config, embeds, **told)
+    visible = visible_pairs(heads[0], heads[1], config.sliding_window, length, length, **truth)
+    softcap = config.attn_logit_softcapping
+
+    plain_dtype = torch.float32 if dtype == torch.float64 else dtype
+    exact_qkv = [x.detach().double().requires_grad_() for x in qkv]
+    plain_qkv = [x.detach().to(plain_dtype, copy=True).requires_grad_() for x in qkv]
+
+    outputs = [
+        attention.attend(*qkv, masks)[0],
+        dense_attention(*exact_qkv, visible, softcap)[0],
+        dense_attention(*plain_qkv, visible, softcap)[0],
+    ]
+    # What a padding token computes is nobody's business, as long as it is finite.
+    assert torch.isfinite(outputs[0]).all()
+    real = truth.get("padding_mask", torch.ones(batch_size, length)).bool()
+    assert_as_exact_as(*([output[real]] for output in outputs), head_dim, "output")
+    if gradients:
+        upstream = torch.randn_like(outputs[1]).to(dtype) * real[:, :, None, None]
+        for output in outputs:
+            output.backward(upstream.to(output.dtype))
+        inputs = (qkv, exact_qkv, plain_qkv)
+        assert_as_exact_as(*([x.grad for x in tensors] for tensors in inputs), head_dim, "gradients")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_equals_dense_reference(engine, heads, length):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        check(heads, engine, dtype, length)
+
+
+@pytest.mark.parametrize("name", ["left", "right", "packed", "packed-ones", "packed-right"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_padding_and_packing_equal_dense_reference(engine, name):
+    for heads, length in itertools.product(("H6-G1", "H12-G4-KV6", "H4-global", "H4-local-KV1"), LENGTHS[1:]):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            check(HEADS[heads], engine, dtype, length, name)
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "packed", "packed-right"])
+def test_flex_attention_equals_dense_reference(name):
+    for heads in ("H12-G1", "H12-G4-KV6", "H4-local"):
+        check(HEADS[heads], "flex_attention", torch.float32, 63, name, gradients=False, head_dim=16)
+
+
+@pytest.mark.parametrize("window", [2, 63, 64, 65, 200])
+@pytest.mark.parametrize("head_dim", [8, 36])
+def test_windows_around_the_block_length(window, head_dim):
+    for length in (127, 128, 129, 411):
+        check((4, 2, 2), "sdpa", torch.float32, length, "right", window=window, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("engine", ["eager", "flex_attention"])
+def test_logit_softcapping(engine):
+    check(
+        HEADS["H6-G1"], engine, torch.float32, 40, gradients=engine == "eager", head_dim=16, attn_logit_softcapping=2.0
+    )
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1])
+def test_counts_per_layer(layer_idx):
+    counts = [1, 4]
+    check((6, counts[layer_idx], 6), "sdpa", torch.float32, 63, layer_idx=layer_idx, num_global_heads=counts)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+def test_nothing_flows_from_outside_the_window(engine):
+    """Values that a query may not see get a gradient of exactly 0, and keys too; so do later tokens."""
+    heads, length = (6, 2, 6), 80
+    attention, config = build(heads, engine, torch.float32, head_dim=16)
+    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    visible = visible_pairs(6, 2, WINDOW, length, length)[0]
+    for query_position in (0, WINDOW - 1, WINDOW, 64, length - 1):
+        q, k, v = random_qkv(1, heads, length, 16, torch.float32, gradients=engine != "flex_attention")
+        if engine == "flex_attention":  # no backward on the CPU: change the values instead
+            before = attention.attend(q, k, v, masks)[0][0, query_position]
+            hidden = ~visible[:, query_position]
+            k[0, hidden] = k[0, hidden] * 3 + 1
+            v[0, hidden] = v[0, hidden] * 3 + 1
+            after = attention.attend(q, k, v, masks)[0][0, query_position]
+            assert torch.equal(before, after)
+        else:
+            attention.attend(q, k, v, masks)[0][0, query_position].sum().backward()
+            for gradient in (k.grad[0], v.grad[0]):
+                assert (gradient[~visible[:, query_position]] == 0).all()
+            assert (v.grad[0][visible[:, query_position]] != 0).all()
+
+
+def test_eager_weights_are_zero_outside_the_window_and_sum_to_one():
+    heads, length = (6, 2, 6), 40
+    attention, config = build(heads, "eager", torch.float32)
+    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    _, weights = attention.attend(*random_qkv(1, heads, length, 20, torch.float32), masks)
+    visible = visible_pairs(6, 2, WINDOW, length, length).expand_as(weights)
+    assert (weights[~visible] == 0).all() and (weights[visible] > 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6, length))
+    assert (weights[0, 2:, -1] > 0).sum(-1).eq(WINDOW).all()  # exactly `sliding_window` keys, its own included
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_all_global_and_wide_windows_are_plain_causal_attention(engine):
+    length = 300
+    qkv = random_qkv(2, (4, 4, 4), length, 20, torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
+    for num_global_heads, window in ((4, 2), (4, 64), (1, length), (0, length), (0, length + 1)):
+        attention, config = build((4, num_global_heads, 4), engine, torch.float64, window=window)
+        masks = create_attention_masks(config, torch.empty(2, length, 0))
+        torch.testing.assert_close(attention.attend(*qkv, masks)[0], expected, rtol=0, atol=1e-12)
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes, backward included."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return output
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "packed", "packed-ones", "packed-right"])
+def test_local_heads_never_build_a_square(name):
+    heads, length, head_dim = (2, 0, 2), 4096, 4
+    attention, config = build(heads, "sdpa", torch.float32, window=16, head_dim=head_dim)
+    told, _ = scenario(name, 2, length)
+    qkv = random_qkv(2, heads, length, head_dim, torch.float32)
+    with LargestTensor() as largest:
+        masks = create_attention_masks(config, torch.empty(2, length, 0), **told)
+        attention.attend(*qkv, masks)[0].sum().backward()
+    assert masks[LOCAL].ndim == 5
+    assert largest.numel <= 2 * length * 2 * (64 + 16)  # batch x tokens x heads x span of a block
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        ("eager", torch.bool),
+        ("eager", torch.float32),
+        ("sdpa", torch.bool),
+        ("sdpa", torch.float32),
+        ("flex_attention", torch.bool),
+    ],
+)
+def test_custom_4d_mask_applies_to_global_heads_and_inside_the_window(engine, dtype):
+    heads, length, head_dim = (4, 2, 4), 50, 16
+    attention, config = build(heads, engine, torch.float32, head_dim=head_dim)
+    allowed = torch.rand(2, 1, length, length) < 0.7
+    allowed |= torch.eye(length, dtype=torch.bool)
+    allowed &= torch.ones(length, length, dtype=torch.bool).tril()
+    custom = allowed
+    if dtype != torch.bool:
+        custom = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    masks = create_attention_masks(config, torch.empty(2, length, 0), custom)
+    qkv = random_qkv(2, heads, length, head_dim, torch.float32, gradients=False)
+    actual, _ = attention.attend(*qkv, masks)
+    expected, _ = dense_attention(*qkv, visible_pairs(4, 2, WINDOW, length, length) & allowed)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    heads, length = (4, 1, 4), 200
+    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
+    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    q, k, _ = random_qkv(1, heads, length, 20, torch.float32)
+    value = torch.ones(1, 4, length, 20)
+    trained, _ = attention.train().attend(q, k, value, masks)
+    assert trained[:, WINDOW:].std() > 0.05  # some weights dropped, in both kinds of heads
+    torch.testing.assert_close(trained.mean((0, 1, 3)), torch.ones(4), atol=0.1, rtol=0)
+    evaluated, _ = attention.eval().attend(q, k, value, masks)
+    torch.testing.assert_close(evaluated, torch.ones_like(evaluated))
