@@ -13,6 +13,42 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_lsgpt import LOCAL, LSGPTConfig
+from .masking_lsgpt import engine_of_step
+
+
+def attention_weights(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """
+    The weights `(B, H, T, S)` that each query gives to each key, in the queries' precision after a softmax in float32.
+
+    Args:
+        module: Has `num_key_value_groups`, the number of query heads that share a key/value head, and `training`.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): Inputs of one group of heads.
+        attention_mask (`(B, 1, T, S)`, *optional*): Boolean, True where a query may attend; or added to the logits.
+            With a boolean one the weights of masked pairs are exactly 0, also where a query may see nothing at all.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+        softcap: Bound `c` of the logits, `c * tanh(logits / c)`.
+    """
+    logits = torch.matmul(query, repeat_kv(key, module.num_key_value_groups).transpose(2, 3)) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    is_boolean = attention_mask is not None and attention_mask.dtype == torch.bool
+    if is_boolean:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
+        logits = logits + attention_mask
+    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if is_boolean:
+        weights = weights.masked_fill(~attention_mask, 0.0)
+    return F.dropout(weights.to(query.dtype), p=dropout, training=module.training)
 
 
 def eager_attention_forward(
@@ -26,34 +62,9 @@ def eager_attention_forward(
     softcap: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Attention written out: the reference that the other engines are compared with, and the one that returns weights.
-
-    Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): Inputs of one group of heads.
-        attention_mask (`(B, 1, T, S)`, *optional*): Boolean, True where a query may attend; or added to the logits.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
-        softcap: Bound `c` of the logits, `c * tanh(logits / c)`.
-
-    Returns:
-        The outputs `(B, T, H, D)` and the weights `(B, H, T, S)`. Weights of masked pairs are exactly 0; a query that
-        sees no key at all gets the output 0.
-    """
-    key = repeat_kv(key, module.num_key_value_groups)
+    """Attention written out, the reference for the other engines: outputs `(B, T, H, D)` and `attention_weights`."""
+    weights = attention_weights(module, query, key, attention_mask, scaling, dropout, softcap)
     value = repeat_kv(value, module.num_key_value_groups)
-    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    is_boolean = attention_mask is not None and attention_mask.dtype == torch.bool
-    if is_boolean:
-        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    elif attention_mask is not None:
-        logits = logits + attention_mask
-    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if is_boolean:
-        weights = weights.masked_fill(~attention_mask, 0.0)
-    weights = F.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
@@ -130,6 +141,7 @@ class HeadGroup(nn.Module):
         self.num_key_value_heads = num_heads // self.num_key_value_groups
         self.sliding_window = config.sliding_window if kind == LOCAL else None
         self.scaling = config.head_dim**-0.5
+        self.softcap = config.attn_logit_softcapping
         self.is_causal = True
 
     def forward(
@@ -140,7 +152,7 @@ class HeadGroup(nn.Module):
         attention_masks: dict,
         past_key_values: Cache | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
         """
         Args:
             query (`(B, H, T, D)`), key (`(B, H_kv, T, D)`), value (`(B, H_kv, T, D)`): This group's heads.
@@ -149,32 +161,36 @@ class HeadGroup(nn.Module):
             **kwargs: Passed on to the engine.
 
         Returns:
-            Outputs `(B, T, H, D)`, and from the `eager` engine the weights `(B, H, T, S)`.
+            Outputs `(B, T, H, D)`.
         """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         mask = attention_masks[self.kind]
-        dropout = self.config.attention_dropout if self.training else 0.0
         if isinstance(mask, torch.Tensor) and mask.ndim == 5:
-            return blocked_attention_forward(query, key, value, mask, self.scaling, dropout), None
+            return blocked_attention_forward(query, key, value, mask, self.scaling, self.dropout)
 
-        engine = self.config._attn_implementation
+        engine = engine_of_step(self.config, query.shape[2])
         self._check_engine(engine, query)
-        if self.config.attn_logit_softcapping is not None:
-            kwargs["softcap"] = self.config.attn_logit_softcapping
+        if self.softcap is not None:
+            kwargs["softcap"] = self.softcap
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(engine, eager_attention_forward)
-        output, weights = attend(
+        output, _ = attend(
             self,
             query,
             key,
             value,
             mask,
-            dropout=dropout,
+            dropout=self.dropout,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return output, weights if engine == "eager" else None
+        return output
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping an attention weight, now."""
+        return self.config.attention_dropout if self.training else 0.0
 
     def _check_engine(self, engine: str, query: torch.Tensor):
         if engine == "flex_attention" and query.device.type == "cpu" and query.requires_grad:
@@ -195,6 +211,7 @@ class LSGPTAttention(nn.Module):
 
     def __init__(self, config: LSGPTConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.use_bias)
@@ -225,7 +242,8 @@ class LSGPTAttention(nn.Module):
             past_key_values: The cache, updated here.
 
         Returns:
-            Outputs `(B, T, hidden_size)`, and from the `eager` engine the weights `(B, H, T, S)`.
+            Outputs `(B, T, hidden_size)`, and the weights `(B, H, T, S)` if `output_attentions` asks for them on the
+            `eager` engine.
         """
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
@@ -248,22 +266,42 @@ class LSGPTAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Long Short-attention on `query` `(B, H, T, D)`, `key` and `value` `(B, H_kv, T, D)`: `(B, T, H, D)`."""
-        queries = query.split([group.num_heads for group in self.head_groups], dim=1)
+        """
+        Long Short-attention of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, T, D)`: outputs
+        `(B, T, H, D)`, and the weights `(B, H, T, S)` if `output_attentions` asks for them on the `eager` engine.
+        """
         kv_heads = [group.num_key_value_heads for group in self.head_groups]
-        keys, values = key.split(kv_heads, dim=1), value.split(kv_heads, dim=1)
-        outputs, weights = zip(
-            *(
-                group(*qkv, attention_masks, past_key_values, **kwargs)
-                for group, *qkv in zip(self.head_groups, queries, keys, values)
+        heads = list(
+            zip(
+                self.head_groups,
+                query.split([group.num_heads for group in self.head_groups], dim=1),
+                key.split(kv_heads, dim=1),
+                value.split(kv_heads, dim=1),
             )
         )
-        return torch.cat(outputs, dim=2), _join_weights(weights)
+        asked = kwargs.get("output_attentions", self.config.output_attentions)
+        if asked and self.config._attn_implementation == "eager":
+            return self._attend_with_weights(heads, attention_masks, past_key_values)
+        outputs = [group(q, k, v, attention_masks, past_key_values, **kwargs) for group, q, k, v in heads]
+        return torch.cat(outputs, dim=2), None
 
-
-def _join_weights(weights: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """Weights of all heads `(B, H, T, S)`: those of local heads, whose cache begins later, on the full key axis."""
-    if weights[0] is None:
-        return None
-    length = max(w.shape[-1] for w in weights)
-    return torch.cat([F.pad(w, (length - w.shape[-1], 0)) for w in weights], dim=1)
+    def _attend_with_weights(self, heads, attention_masks, past_key_values):
+        """
+        The eager engine, through one tensor of weights for all heads: those of local heads, whose cache begins later,
+        on the full key axis. The outputs are computed from that tensor, so gradients reach what the caller is given.
+        """
+        weights, values, offsets = [], [], []
+        for group, query, key, value in heads:
+            offset = 0
+            if past_key_values is not None:
+                _, offset = past_key_values.get_mask_sizes(query.shape[2], group.layer_idx)
+                key, value = past_key_values.update(key, value, group.layer_idx)
+            mask = attention_masks[group.kind]
+            weights.append(attention_weights(group, query, key, mask, group.scaling, group.dropout, group.softcap))
+            values.append(repeat_kv(value, group.num_key_value_groups))
+            offsets.append(offset)
+        length = max(offset + value.shape[2] for offset, value in zip(offsets, values))
+        joined = torch.cat([F.pad(w, (o, length - o - w.shape[-1])) for w, o in zip(weights, offsets)], dim=1)
+        parts = joined.split([group.num_heads for group in self.head_groups], dim=1)
+        outputs = [w[..., o : o + v.shape[2]] @ v for w, o, v in zip(parts, offsets, values)]
+        return torch.cat(outputs, dim=1).transpose(1, 2), joined

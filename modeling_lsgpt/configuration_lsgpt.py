@@ -10,6 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.generation import GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 
@@ -81,8 +82,8 @@ class LSGPTConfig(PreTrainedConfig):
         intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`): Activation of the MLP, a name that Transformers knows.
         max_position_embeddings (`int`): Longest sequence. A hard limit for `learned` positions only.
-        position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings, `"rope"`
-            rotates queries and keys, `"none"` leaves the order to the causal mask.
+        position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings (sinusoids as
+            they are, with amplitude 1), `"rope"` rotates queries and keys, `"none"` leaves the order to the causal mask.
         rope_parameters (`dict`, *optional*): Transformers' parameters of rotary embeddings; only with `"rope"`.
         use_bias (`bool`): Whether linear layers and layer norms have biases.
         qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).
@@ -207,6 +208,17 @@ class LSGPTConfig(PreTrainedConfig):
         )
         if self.position_embedding_type == "rope":
             require(self.head_dim % 2 == 0, "head_dim", 'even with `position_embedding_type="rope"`')
+            rope, rope_types = self.rope_parameters or {}, ("default", *ROPE_INIT_FUNCTIONS)
+            require(
+                rope.get("rope_type", "default") in rope_types,
+                "rope_parameters",
+                f"of a `rope_type` among {', '.join(rope_types)}",
+            )
+            require(
+                rope.get("partial_rotary_factor", 1.0) == 1.0,
+                "rope_parameters",
+                "without `partial_rotary_factor`: LSGPT rotates whole heads",
+            )
         elif self.position_embedding_type == "sinusoidal":
             require(self.hidden_size % 2 == 0, "hidden_size", 'even with `position_embedding_type="sinusoidal"`')
         if self.position_embedding_type != "rope":

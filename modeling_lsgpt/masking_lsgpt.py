@@ -88,8 +88,21 @@ def create_attention_masks(
         if custom_mask is not None:
             masks[kind] = _restrict_custom_mask(custom_mask, config, kind, batch_size, **sizes)
         else:
-            masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, **sizes)
+            # A decode step sees empty slots in a static cache, so it cannot do without a mask.
+            needs_mask = q_length == 1 and getattr(past_key_values, "is_compileable", False)
+            masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, needs_mask, **sizes)
     return masks
+
+
+def engine_of_step(config: LSGPTConfig, q_length: int) -> str:
+    """
+    The engine that attends in a step of `q_length` queries: the configured one, but plain attention for a single
+    query on `flex_attention`, which has nothing to gain there (and on the CPU fails to compile, in PyTorch 2.13).
+    """
+    engine = config._attn_implementation
+    if engine == "flex_attention" and q_length == 1:
+        return "sdpa" if config.attn_logit_softcapping is None else "eager"
+    return engine
 
 
 def find_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -118,7 +131,9 @@ def find_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor | None
     return starts.cumsum(-1)
 
 
-def _create_mask(config, kind, inputs_embeds, padding_mask, documents, q_length, kv_length, q_offset, kv_offset):
+def _create_mask(
+    config, kind, inputs_embeds, padding_mask, documents, needs_mask, q_length, kv_length, q_offset, kv_offset
+):
     window = config.sliding_window if kind == LOCAL else None
     mask_function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     if documents is not None:
@@ -127,7 +142,7 @@ def _create_mask(config, kind, inputs_embeds, padding_mask, documents, q_length,
         documents = torch.nn.functional.pad(documents, (0, spare), value=-1)
         mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
 
-    engine = config._attn_implementation
+    engine = engine_of_step(config, q_length)
     if engine == "sdpa" and window is not None and q_length > 1 and kv_length > 2 * window:
         if padding_mask is not None:
             mask_function = and_masks(mask_function, padding_mask_function(padding_mask))
@@ -146,7 +161,7 @@ def _create_mask(config, kind, inputs_embeds, padding_mask, documents, q_length,
         mask_function=mask_function,
         attention_mask=padding_mask,
         local_size=window,
-        allow_is_causal_skip=engine != "eager" and documents is None,
+        allow_is_causal_skip=engine != "eager" and documents is None and not needs_mask,
         dtype=inputs_embeds.dtype,
         device=inputs_embeds.device,
         config=config,
@@ -180,7 +195,7 @@ def _restrict_custom_mask(mask, config, kind, batch_size, q_length, kv_length, q
             mask = mask & in_window
         else:
             mask = mask.masked_fill(~in_window, torch.finfo(mask.dtype).min)
-    if config._attn_implementation == "flex_attention":
+    if engine_of_step(config, q_length) == "flex_attention":
         if mask.dtype != torch.bool:
             raise ValueError(
                 f"`flex_attention` takes 4-D masks of booleans, True where a token may attend; got {mask.dtype}. "

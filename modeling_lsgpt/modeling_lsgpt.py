@@ -15,7 +15,8 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
@@ -137,7 +138,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
         Args:
@@ -148,8 +149,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 Counted on from the cache's length by default.
             past_key_values: A cache of Transformers, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
-            **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, S)` for each
-                layer, global heads first), and arguments of the attention function.
+            **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
+                each layer, global heads first), and arguments of the attention function.
 
         Raises:
             ValueError: Inputs of the wrong shape, ids outside the vocabulary, more tokens than learned positions, or
@@ -256,7 +257,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
         Args, besides those of `LSGPTModel`:

@@ -10,6 +10,9 @@ from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import reference`
 
+# Tiny tensors: a second thread costs more than it brings, and processes of pytest-xdist would fight for the cores.
+torch.set_num_threads(1)
+
 TINY = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -189,7 +189,8 @@ def test_eager_weights_are_zero_outside_the_window_and_sum_to_one():
     heads, length = (6, 2, 6), 40
     attention, config = build(heads, "eager", torch.float32)
     masks = create_attention_masks(config, torch.empty(1, length, 0))
-    _, weights = attention.attend(*random_qkv(1, heads, length, 20, torch.float32), masks)
+    qkv = random_qkv(1, heads, length, 20, torch.float32)
+    _, weights = attention.attend(*qkv, masks, output_attentions=True)
     visible = visible_pairs(6, 2, WINDOW, length, length).expand_as(weights)
     assert (weights[~visible] == 0).all() and (weights[visible] > 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6, length))

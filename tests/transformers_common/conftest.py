@@ -6,12 +6,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 TRANSFORMERS_MARKS = (
+    "accelerate_tests",
     "all_flash_attn_test",
     "flash_attn_test",
     "flash_attn_3_test",
     "flash_attn_4_test",
     "generate",
     "is_training_test",
+    "slow",
     "torch_compile_test",
     "torch_export_test",
 )

@@ -60,9 +60,8 @@ def fetch(release: str) -> Path:
         if not archives:
             reason = (result.stderr.strip() or "pip said nothing").splitlines()[-1]
             pytest.fail(
-                f"Transformers' own tests come with the source distribution of transformers {release}, which could not "
-                f"be downloaded ({reason}): connect to a package index, or point {CACHE_VARIABLE} to a folder with the "
-                f"`tests` folder of that distribution as `{release}`.",
+                f"Transformers' tests are in the source distribution of transformers {release}, which could not be "
+                f"downloaded ({reason}): connect to a package index, or copy {folder} from a machine that has it.",
                 pytrace=False,
             )
         unpacked = Path(work) / "unpacked"

@@ -1,0 +1,235 @@
+"""Every way to generate gives, token for token, what a model without a cache gives.
+
+The oracle recomputes the whole sequence for each new token on the dense `eager` engine. Models run in float64: equal
+text then means equal computation, not a lucky rounding.
+"""
+
+import pytest
+import torch
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+
+SPLITS = {
+    "2of6": {},
+    "gqa": {"num_key_value_heads": 3, "num_global_heads": 2},
+    "all-global": {"num_global_heads": 6},
+    "all-local": {"num_global_heads": 0},
+    "per-layer": {"num_global_heads": [0, 3]},
+    "rope": {"position_embedding_type": "rope"},
+}
+ENGINES = ("eager", "sdpa")
+NEW_TOKENS = 24  # three windows: the local caches fill, overflow and roll
+
+
+@pytest.fixture(params=SPLITS, ids=SPLITS)
+def split(request):
+    return SPLITS[request.param]
+
+
+def greedy_without_cache(model, input_ids, new_tokens, attention_mask=None):
+    """Argmax of the whole sequence's last logits, one token at a time."""
+    engine = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            logits = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            input_ids = torch.cat((input_ids, logits[:, -1:].argmax(-1)), dim=-1)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    model.set_attn_implementation(engine)
+    return input_ids
+
+
+def greedy(model, input_ids, new_tokens=NEW_TOKENS, **kwargs):
+    return model.generate(input_ids, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+
+
+def logits_without_cache(model, input_ids):
+    with torch.no_grad():
+        return model(input_ids, use_cache=False).logits
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 40])
+def test_token_by_token(tiny_model, split, engine, prompt):
+    model = tiny_model(torch.float64, engine, **split)
+    input_ids = torch.randint(97, (2, prompt))
+    assert torch.equal(greedy(model, input_ids), greedy_without_cache(model, input_ids, NEW_TOKENS))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("chunks", [(5, 1, 1, 7, 30), (20, 8, 16), (3, 5, 1, 9, 26), (1, 43)])
+@pytest.mark.parametrize("cache", ["dynamic", "dynamic-without-config", "static"])
+def test_continuation_in_chunks_that_straddle_the_window(tiny_model, split, engine, chunks, cache):
+    model = tiny_model(torch.float64, engine, **split)
+    input_ids = torch.randint(97, (2, sum(chunks)))
+    past_key_values = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "dynamic-without-config": DynamicCache,
+        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
+    }[cache]()
+    steps = []
+    with torch.no_grad():
+        for chunk in input_ids.split(chunks, dim=1):
+            steps.append(model(chunk, past_key_values=past_key_values, use_cache=True).logits)
+    close(torch.cat(steps, dim=1), logits_without_cache(model, input_ids))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_long_prompts_in_blocks_and_chunked_prefill(tiny_model, engine):
+    model = tiny_model(torch.float64, engine)
+    input_ids = torch.randint(97, (2, 150))
+    expected = greedy_without_cache(model, input_ids, 12)
+    assert torch.equal(greedy(model, input_ids, 12), expected)
+    for chunk_size in (4, 33, 70):
+        assert torch.equal(greedy(model, input_ids, 12, prefill_chunk_size=chunk_size), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_left_padded_batches(tiny_model, split, engine, cache_implementation):
+    model = tiny_model(torch.float64, engine, **split)
+    lengths = (30, 9, 3)
+    input_ids = torch.randint(97, (3, 30))
+    mask = torch.tensor([[0] * (30 - n) + [1] * n for n in lengths])
+    text = greedy(
+        model, input_ids, attention_mask=mask, pad_token_id=0, cache_implementation=cache_implementation
+    )
+    for row, length in enumerate(lengths):
+        alone = greedy_without_cache(model, input_ids[row : row + 1, 30 - length :], NEW_TOKENS)
+        assert torch.equal(text[row, 30 - length :], alone[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+        {"do_sample": True, "temperature": 0.8, "num_return_sequences": 3},
+        {"do_sample": True, "top_k": 20, "num_beams": 2},
+    ],
+    ids=["beams", "beams-returned", "sampling", "beam-sampling"],
+)
+def test_beams_and_sampling(tiny_model, split, engine, how):
+    model = tiny_model(torch.float64, engine, **split)
+    input_ids = torch.randint(97, (2, 12))
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        results.append(
+            model.generate(input_ids, max_new_tokens=NEW_TOKENS, use_cache=use_cache, **{"do_sample": False, **how})
+        )
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prompt_lookup(tiny_model, split, engine):
+    model = tiny_model(torch.float64, engine, **split)
+    input_ids = torch.randint(97, (1, 6)).repeat(1, 5)
+    expected = greedy_without_cache(model, input_ids, NEW_TOKENS)
+    assert torch.equal(greedy(model, input_ids, prompt_lookup_num_tokens=5), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_assisted_decoding_rolls_back_past_the_window(tiny_model, split, engine):
+    model = tiny_model(torch.float64, engine, **split)
+    # The same model with noise: it guesses right often enough to run ahead, and wrong often enough to be rolled back.
+    assistant = tiny_model(torch.float64, engine, **split)
+    for parameter in assistant.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    assistant.generation_config = GenerationConfig(
+        num_assistant_tokens=15, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    input_ids = torch.randint(97, (1, 20))
+    expected = greedy_without_cache(model, input_ids, NEW_TOKENS)
+    assert torch.equal(greedy(model, input_ids, assistant_model=assistant), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("prompt", [1, 7, 8, 30])
+def test_static_cache(tiny_model, split, engine, prompt):
+    model = tiny_model(torch.float64, engine, **split)
+    input_ids = torch.randint(97, (2, prompt))
+    expected = greedy_without_cache(model, input_ids, NEW_TOKENS)
+    assert torch.equal(greedy(model, input_ids, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_static_cache_compiled(tiny_model, engine):
+    model = tiny_model(torch.float64, engine)
+    input_ids = torch.randint(97, (2, 5))
+    expected = greedy_without_cache(model, input_ids, NEW_TOKENS)
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    text = input_ids
+    with torch.no_grad():
+        step = input_ids
+        for _ in range(NEW_TOKENS):
+            step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            text = torch.cat((text, step), dim=-1)
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_cache_is_reused_across_turns(tiny_model, split, engine):
+    model = tiny_model(torch.float64, engine, **split)
+    cache = DynamicCache(config=model.config)
+    text = torch.randint(97, (1, 10))
+    for turn in range(3):
+        text = torch.cat((text, torch.randint(97, (1, 1 + 6 * turn))), dim=-1)  # the user writes
+        expected = greedy_without_cache(model, text, 10)
+        text = greedy(model, text, 10, past_key_values=cache)
+        assert torch.equal(text, expected)
+
+
+def test_flex_attention_generates(tiny_model):
+    model = tiny_model(torch.float32, "flex_attention", head_dim=16).requires_grad_(False)
+    input_ids = torch.randint(97, (2, 12))
+    mask = torch.ones_like(input_ids)
+    mask[1, :5] = 0
+    with_cache = greedy(model, input_ids, 12, attention_mask=mask, pad_token_id=0)
+    assert torch.equal(with_cache, greedy_without_cache(model, input_ids, 12, mask))
+    expected = logits_without_cache(model, input_ids)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(x, past_key_values=cache, use_cache=True).logits for x in input_ids.split((3, 1, 8), dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_cache_holds_a_window_only(static):
+    """12 heads, 1 global, W = 100 at 8,192 tokens: at most 9.5% of the bytes of plain multi-head attention."""
+    length = 8192
+
+    def cache_bytes(config):
+        model = LSGPTForCausalLM(config).eval()
+        cache = StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)
+        with torch.no_grad():
+            # The last token alone: after a chunk the local layers still hold on to its memory, until the next step.
+            for chunk in torch.randint(config.vocab_size, (1, length)).split((length - 1, 1), dim=1):
+                model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        assert cache.get_seq_length() == length
+        return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+
+    shape = {"vocab_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 12, "head_dim": 4}
+    config = LSGPTConfig(**shape, position_embedding_type="none", num_global_heads=1, sliding_window=100)
+    measured, mhsa = cache_bytes(config), cache_bytes(config.equal_mhsa())
+    assert mhsa == config.equal_mhsa().kv_cache_bytes(length, bytes_per_value=4)
+    assert measured <= config.kv_cache_bytes(length, bytes_per_value=4)
+    assert measured / mhsa <= 0.095
+
+
+def test_two_cache_layers_per_decoder_layer(tiny_config):
+    assert tiny_config().layer_types == [GLOBAL, LOCAL, GLOBAL, LOCAL]
+    assert tiny_config(num_global_heads=[0, 6]).layer_types == [LOCAL, GLOBAL]
+    views = tiny_config(num_key_value_heads=3).per_layer_config
+    assert [view.num_key_value_heads for view in views] == [1, 2, 1, 2]
+    assert [view.num_attention_heads for view in views] == [2, 4, 2, 4]
