@@ -6,6 +6,7 @@ the model's code into the checkpoint, so that it also loads where this package i
 
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -23,6 +24,7 @@ from lsgpt.modeling_lsgpt import (
 __version__ = "0.1.0"
 
 AutoConfig.register(LSGPTConfig.model_type, LSGPTConfig, exist_ok=True)
+AutoModel.register(LSGPTConfig, LSGPTModel, exist_ok=True)
 AutoModelForCausalLM.register(LSGPTConfig, LSGPTForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(LSGPTConfig, LSGPTForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(LSGPTConfig, LSGPTForTokenClassification, exist_ok=True)

@@ -218,6 +218,7 @@ class LSGPTAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.use_bias)
+        self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
         first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])

@@ -47,6 +47,7 @@ class LSGPTMLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,14 +92,20 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LSGPTDecoderLayer, "attentions": LSGPTAttention}
 
+    def __init__(self, config: LSGPTConfig):
+        super().__init__(config)
+        # The generic heads build their decoder through AutoModel. It must know this very class: from a checkpoint's
+        # code, Transformers imports the configuration twice, once for itself and once for this file.
+        AutoModel.register(type(config), LSGPTModel, exist_ok=True)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches.
-        if isinstance(module, LSGPTDecoderLayer):
+        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections carry a mark,
+        # because Transformers does not call this for modules of outside code that hold no parameters themselves.
+        if getattr(module, "writes_to_residual_stream", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
-            init.normal_(module.self_attn.o_proj.weight, mean=0.0, std=std)
-            init.normal_(module.mlp.down_proj.weight, mean=0.0, std=std)
+            init.normal_(module.weight, mean=0.0, std=std)
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
@@ -306,9 +313,6 @@ class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreT
 class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classifier on each token."""
 
-
-# The two generic heads above build their decoder through AutoModel, also where this file came with a checkpoint.
-AutoModel.register(LSGPTConfig, LSGPTModel, exist_ok=True)
 
 __all__ = [
     "LSGPTForCausalLM",

@@ -99,9 +99,7 @@ def test_left_padded_batches(tiny_model, split, engine, cache_implementation):
     lengths = (30, 9, 3)
     input_ids = torch.randint(97, (3, 30))
     mask = torch.tensor([[0] * (30 - n) + [1] * n for n in lengths])
-    text = greedy(
-        model, input_ids, attention_mask=mask, pad_token_id=0, cache_implementation=cache_implementation
-    )
+    text = greedy(model, input_ids, attention_mask=mask, pad_token_id=0, cache_implementation=cache_implementation)
     for row, length in enumerate(lengths):
         alone = greedy_without_cache(model, input_ids[row : row + 1, 30 - length :], NEW_TOKENS)
         assert torch.equal(text[row, 30 - length :], alone[0])

@@ -1,0 +1,152 @@
+"""The configuration: what it refuses and how it says so, what it derives, what survives a file, and what things cost."""
+
+import json
+import logging
+
+import pytest
+import torch
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from transformers import AutoConfig, DynamicCache
+
+
+BAD_VALUES = {
+    "window of one": ({"sliding_window": 1}, "`sliding_window` must be at least 2"),
+    "negative window": ({"sliding_window": -5}, "got -5"),
+    "heads not divisible": ({"num_attention_heads": 8, "num_key_value_heads": 3}, "divisor of `num_attention_heads`"),
+    "no heads": ({"num_attention_heads": 0}, "`num_attention_heads` must be a positive integer; got 0"),
+    "too many global heads": ({"num_global_heads": 13}, "`num_global_heads` must be between 0"),
+    "negative global heads": ({"num_global_heads": -1}, "got -1"),
+    "group split between kinds": (
+        {"num_key_value_heads": 4, "num_global_heads": 1},
+        "`num_global_heads` must be a multiple of the 3 query heads that share a key/value head",
+    ),
+    "list too short": ({"num_global_heads": [1, 2]}, "one number for each of the 12 layers"),
+    "unknown position type": ({"position_embedding_type": "alibi"}, "learned, sinusoidal, rope, none; got 'alibi'"),
+    "odd head with rope": ({"head_dim": 7, "position_embedding_type": "rope"}, "`head_dim` must be even"),
+    "odd width with sinusoids": ({"hidden_size": 65, "position_embedding_type": "sinusoidal"}, "`hidden_size`"),
+    "rope parameters without rope": ({"rope_parameters": {"rope_theta": 5e5}}, "`rope_parameters` must be unset"),
+    "unknown rope type": (
+        {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "spiral"}},
+        "`rope_parameters` must be of a `rope_type` among default",
+    ),
+    "partial rotation": (
+        {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rotates whole heads",
+    ),
+    "unknown activation": ({"hidden_act": "gloo"}, "`hidden_act` must be one of"),
+    "dropout of one": ({"attention_dropout": 1.0}, "`attention_dropout` must be a probability"),
+    "softcap of zero": ({"attn_logit_softcapping": 0.0}, "`attn_logit_softcapping` must be positive"),
+    "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a positive integer"),
+    "no vocabulary": ({"vocab_size": 0}, "`vocab_size` must be a positive integer"),
+    "epsilon of zero": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_bad_values_name_field_rule_and_value(values, message):
+    with pytest.raises(ValueError) as error:
+        LSGPTConfig(**values)
+    assert message in str(error.value)
+
+
+def test_wrong_types_are_refused():
+    with pytest.raises(Exception, match="'sliding_window' expected int, got str"):
+        LSGPTConfig(sliding_window="100")
+
+
+def test_values_are_checked_again_on_save(tmp_path):
+    config = LSGPTConfig()
+    config.num_global_heads = 99
+    with pytest.raises(Exception, match="`num_global_heads` must be between 0"):
+        config.save_pretrained(tmp_path)
+
+
+def test_unknown_arguments_warn_and_suggest(caplog):
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level("WARNING"):
+        LSGPTConfig(slidng_window=64, num_labels=3)
+    assert "no field `slidng_window`" in caplog.text and "did you mean `sliding_window`?" in caplog.text
+    assert "num_labels" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"num_global_heads": [0, 12, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1]},
+        {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"attn_logit_softcapping": 30.0, "qk_norm": True, "use_bias": True, "head_dim": 40, "num_key_value_heads": 12},
+    ],
+)
+def test_round_trip_through_json(tmp_path, caplog, values):
+    config = LSGPTConfig(**values)
+    config.save_pretrained(tmp_path)
+    caplog.clear()
+    for loaded in (LSGPTConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert loaded.to_diff_dict() == config.to_diff_dict()
+    assert not caplog.records
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert "layer_types" not in written and written["auto_map"]["AutoModelForCausalLM"]
+
+
+def test_at_most_26_fields():
+    own = set(LSGPTConfig.__dataclass_fields__) - set(LSGPTConfig.__mro__[1].__dataclass_fields__)
+    assert len(own) <= 26, sorted(own)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"use_bias": True, "qk_norm": True, "num_key_value_heads": 3},
+        {"position_embedding_type": "rope", "tie_word_embeddings": True, "intermediate_size": 50},
+        {"head_dim": 5, "num_global_heads": [0, 6]},
+    ],
+)
+def test_parameter_count_is_the_models(tiny_config, values):
+    config = tiny_config(**values)
+    assert config.num_parameters() == LSGPTForCausalLM(config).num_parameters()
+
+
+@pytest.mark.parametrize("values", [{}, {"num_key_value_heads": 3}, {"num_global_heads": [0, 6]}])
+def test_flops_are_those_of_the_visible_pairs(tiny_config, values):
+    """Counts the pairs one by one, and the matrices from the model's weights."""
+    config = tiny_config(**values)
+    weights = sum(
+        p.numel() for name, p in LSGPTForCausalLM(config).named_parameters() if p.ndim == 2 and "embed" not in name
+    )
+    for length in (1, 5, 8, 9, 200):
+        pairs = 0
+        for count in config.num_global_heads_per_layer:
+            for head in range(config.num_attention_heads):
+                reach = length if head < count else config.sliding_window
+                pairs += sum(min(position + 1, reach) for position in range(length))
+        assert config.flops_per_token(length) == pytest.approx(2 * weights + 4 * config.head_dim * pairs / length)
+    assert config.equal_mhsa().flops_per_token(8) == pytest.approx(config.flops_per_token(8))
+    assert config.equal_mhsa().flops_per_token(200) > config.flops_per_token(200)
+
+
+@pytest.mark.parametrize("values", [{}, {"num_key_value_heads": 3}, {"num_global_heads": [0, 6]}])
+def test_cache_bytes_are_the_caches(tiny_model, values):
+    model = tiny_model(**values)
+    cache = DynamicCache(config=model.config)
+    for length in range(1, 20):
+        with torch.no_grad():
+            model(torch.randint(97, (1, 1)), past_key_values=cache, use_cache=True)
+        held = sum(x.numel() * 4 for layer in cache.layers for x in (layer.keys, layer.values))
+        window = model.config.sliding_window
+        one_more = sum(
+            view.num_key_value_heads
+            for kind, view in zip(model.config.layer_types, model.config.per_layer_config)
+            if kind == "sliding_attention" and length >= window
+        )
+        # The stock dynamic cache keeps W - 1 tokens of a window of W; the formula counts W.
+        assert held + 2 * model.config.head_dim * one_more * 4 == model.config.kv_cache_bytes(length, 4)
+
+
+def test_cache_share_of_the_paper():
+    """`(G * n + (H - G) * W) / (H * n)` for the shapes of the paper."""
+    for heads, window, length, share in ((6, 50, 2048, 0.187), (12, 100, 8192, 0.095), (20, 100, 8192, 0.062)):
+        config = LSGPTConfig(num_attention_heads=heads, hidden_size=64 * heads, sliding_window=window)
+        measured = config.kv_cache_bytes(length) / config.equal_mhsa().kv_cache_bytes(length)
+        assert measured == pytest.approx(share, abs=6e-4)

@@ -1,0 +1,309 @@
+"""The whole model: logits of every variant, training features, outputs, and what it says to bad input."""
+
+import copy
+
+import pytest
+import torch
+from lsgpt import (
+    LSGPTConfig,
+    LSGPTForCausalLM,
+    LSGPTForSequenceClassification,
+    LSGPTForTokenClassification,
+    LSGPTModel,
+)
+from reference import reference_logits
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    StaticCache,
+)
+
+
+VARIANTS = {
+    "default": {},
+    "sinusoidal": {"position_embedding_type": "sinusoidal"},
+    "rope": {"position_embedding_type": "rope", "rope_parameters": {"rope_theta": 500.0}},
+    "none": {"position_embedding_type": "none"},
+    "bias": {"use_bias": True},
+    "gqa-rope-qk-norm": {"position_embedding_type": "rope", "num_key_value_heads": 3, "qk_norm": True},
+    "tied-relu-wide-mlp": {"tie_word_embeddings": True, "hidden_act": "relu", "intermediate_size": 80},
+    "per-layer": {"num_global_heads": [5, 0]},
+    "all-global": {"num_global_heads": 6},
+    "all-local": {"num_global_heads": 0, "num_key_value_heads": 2},
+    "wide-heads": {"head_dim": 32, "num_global_heads": 1},
+}
+
+
+def randomise(model):
+    """Also gives norms and biases, which start as ones and zeros, values that show."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def batch(batch_size=2, length=45):
+    return torch.randint(97, (batch_size, length))
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_logits_equal_reference(tiny_model, values, engine):
+    model = randomise(tiny_model(torch.float64, engine, **values))
+    input_ids = batch()
+    with torch.no_grad():
+        # Rotary angles and sinusoids are float32 in the library.
+        torch.testing.assert_close(model(input_ids).logits, reference_logits(model, input_ids), rtol=1e-4, atol=1e-4)
+
+
+def test_softcapped_logits_equal_reference(tiny_model):
+    model = tiny_model(torch.float64, "eager", attn_logit_softcapping=1.5)
+    input_ids = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids).logits, reference_logits(model, input_ids))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_packed_documents_are_computed_as_if_alone(tiny_model, engine, use_cache):
+    """Documents in a row, as long as they are, short and long; also when the forward pass fills a cache."""
+    model = tiny_model(torch.float64, engine)
+    lengths = (1, 30, 7, 8, 44)
+    documents = [torch.randint(97, (1, n)) for n in lengths]
+    packed = torch.cat(documents, dim=1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        alone = torch.cat([model(document).logits for document in documents], dim=1)
+        for attention_mask in (None, torch.ones_like(packed)):
+            together = model(packed, attention_mask=attention_mask, position_ids=positions, use_cache=use_cache)
+            torch.testing.assert_close(together.logits, alone)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+def test_half_precision_and_training_dtype(tiny_model, engine):
+    for dtype in (torch.bfloat16, torch.float16):
+        model = tiny_model(dtype, engine, head_dim=16).requires_grad_(False)
+        logits = model(batch()).logits
+        assert logits.dtype == dtype and torch.isfinite(logits).all()
+
+
+def test_autocast_trains(tiny_model):
+    model = tiny_model().train()
+    input_ids = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids, labels=input_ids).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_labels_shift_and_num_items_in_batch(tiny_model):
+    model = tiny_model()
+    input_ids = batch()
+    labels = input_ids.clone()
+    labels[:, :5] = -100
+    logits = model(input_ids).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, 4:-1].flatten(0, 1), input_ids[:, 5:].flatten())
+    torch.testing.assert_close(model(input_ids, labels=labels).loss, expected)
+    total = expected * 2 * 40
+    torch.testing.assert_close(model(input_ids, labels=labels, num_items_in_batch=1000).loss, total / 1000)
+
+
+def test_logits_to_keep(tiny_model):
+    model = tiny_model()
+    input_ids = batch()
+    logits = model(input_ids).logits
+    torch.testing.assert_close(model(input_ids, logits_to_keep=3).logits, logits[:, -3:])
+    kept = torch.tensor([0, 7])
+    torch.testing.assert_close(model(input_ids, logits_to_keep=kept).logits, logits[:, kept])
+
+
+def test_inputs_embeds(tiny_model):
+    model = tiny_model()
+    input_ids = batch()
+    embeds = model.get_input_embeddings()(input_ids)
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(input_ids).logits)
+
+
+def test_hidden_states_and_attentions(tiny_model):
+    model = tiny_model(engine="eager")
+    outputs = model(batch(), output_hidden_states=True, output_attentions=True)
+    assert [tuple(h.shape) for h in outputs.hidden_states] == [(2, 45, 48)] * 3
+    assert [tuple(a.shape) for a in outputs.attentions] == [(2, 6, 45, 45)] * 2
+
+
+@pytest.mark.parametrize("values", [{}, {"num_global_heads": 0}, {"num_global_heads": [6, 0]}])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_attentions_of_cached_steps_stand_on_the_full_key_axis(tiny_model, static, values):
+    model = tiny_model(engine="eager", **values)
+    input_ids = batch()
+    cache = StaticCache(config=model.config, max_cache_len=50) if static else DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = model(input_ids, output_attentions=True, use_cache=False).attentions
+        start = 0
+        for chunk in input_ids.split((20, 1, 15, 9), dim=1):
+            outputs = model(chunk, past_key_values=cache, use_cache=True, output_attentions=True)
+            stop = start + chunk.shape[1]
+            for actual, whole in zip(outputs.attentions, expected):
+                torch.testing.assert_close(actual[..., :stop], whole[:, :, start:stop, :stop])
+                assert not actual[..., stop:].any()  # slots of a static cache that no token has filled yet
+            start = stop
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model):
+    model = tiny_model().train()
+    input_ids = batch()
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradients(), expected)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_compiles_without_graph_breaks(tiny_model, engine):
+    model = tiny_model(engine=engine).train()
+    input_ids = batch()
+    mask = torch.ones_like(input_ids)
+    mask[1, -4:] = 0
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for kwargs in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(45)[None] % 20}):
+        expected = model(input_ids, labels=input_ids, use_cache=False, **kwargs).loss
+        actual = compiled(input_ids, labels=input_ids, use_cache=False, **kwargs).loss
+        torch.testing.assert_close(actual, expected)
+        actual.backward()
+
+
+def test_compiled_kernels_give_the_same_gradients(tiny_model):
+    model = tiny_model().train()
+    input_ids = batch()
+    model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, fullgraph=True)(input_ids, labels=input_ids, use_cache=False).loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+def test_residual_projections_start_smaller():
+    config = LSGPTConfig(vocab_size=50, hidden_size=256, num_hidden_layers=8, num_attention_heads=8)
+    for name, parameter in LSGPTForCausalLM(config).named_parameters():
+        if parameter.ndim == 2:
+            scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / 4 if scaled else 0.02, rel=0.05), name
+        else:
+            assert (parameter == 1).all()
+
+
+def test_tied_and_untied_heads_survive_resizing(tiny_model):
+    for tied in (True, False):
+        model = tiny_model(tie_word_embeddings=tied)
+        model.resize_token_embeddings(120)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert model(torch.full((1, 3), 110)).logits.shape == (1, 3, 120)
+
+
+def test_generic_heads(tiny_config):
+    config = tiny_config(num_labels=3, pad_token_id=0)
+    input_ids = torch.randint(1, 97, (2, 12))
+    sequence = LSGPTForSequenceClassification(config)
+    assert sequence(input_ids, labels=torch.tensor([0, 2])).logits.shape == (2, 3)
+    token = LSGPTForTokenClassification(config)
+    assert token(input_ids, labels=torch.randint(3, (2, 12))).logits.shape == (2, 12, 3)
+    assert isinstance(AutoModelForSequenceClassification.from_config(config), LSGPTForSequenceClassification)
+
+
+def test_auto_classes_without_trust_remote_code(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    input_ids = batch()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LSGPTForCausalLM and loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is LSGPTModel
+
+
+def test_device_map(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    input_ids = batch()
+    devices = {"model.embed_tokens": "cpu", "model.embed_positions": "cpu", "model.layers.0": "cpu"}
+    devices |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices, offload_folder=tmp_path / "offload")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits)
+
+
+BAD_INPUTS = {
+    "token id too large": ({"input_ids": torch.tensor([[1, 97]])}, "`input_ids` must be between 0 and 96"),
+    "label id as token": ({"input_ids": torch.tensor([[1, -100]])}, "got -100"),
+    "no batch axis": ({"input_ids": torch.tensor([1, 2])}, "`input_ids` must have shape (batch, tokens)"),
+    "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with a token or more"),
+    "float ids": ({"input_ids": torch.zeros(1, 4)}, "`input_ids` must be integers"),
+    "no input": ({}, "exactly one of `input_ids` and `inputs_embeds`"),
+    "two inputs": ({"input_ids": torch.ones(1, 2).long(), "inputs_embeds": torch.ones(1, 2, 48)}, "exactly one"),
+    "narrow embeddings": ({"inputs_embeds": torch.ones(1, 2, 47)}, "`inputs_embeds` must have shape"),
+    "too long": ({"input_ids": torch.ones(1, 257).long()}, "`max_position_embeddings` is 256"),
+    "mask too short": (
+        {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 4)},
+        "`attention_mask` must have shape (2, 5)",
+    ),
+    "mask of another batch": (
+        {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(3, 5)},
+        "`attention_mask` must have shape (2, 5)",
+    ),
+    "3-D mask": (
+        {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 5, 5)},
+        "`attention_mask` must have 2 dimensions (batch, tokens) or 4",
+    ),
+    "4-D mask too short": (
+        {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 1, 5, 4)},
+        "a 4-D `attention_mask` must have shape (2, 1, 5, 5)",
+    ),
+    "positions too many": (
+        {"input_ids": torch.ones(2, 5).long(), "position_ids": torch.arange(6)[None]},
+        "`position_ids` must have shape (2, 5)",
+    ),
+    "position out of range": (
+        {"input_ids": torch.ones(1, 2).long(), "position_ids": torch.tensor([[0, 256]])},
+        "`position_ids` must be between 0 and 255",
+    ),
+    "labels of another shape": (
+        {"input_ids": torch.ones(2, 5).long(), "labels": torch.ones(2, 4).long()},
+        "`labels` must have shape (2, 5)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("inputs", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_bad_inputs_are_named(tiny_model, inputs, message):
+    with pytest.raises(ValueError) as error:
+        tiny_model()(**inputs)
+    assert message in str(error.value)
+
+
+def test_generation_beyond_learned_positions_is_named(tiny_model):
+    with pytest.raises(ValueError, match="learned positions end there"):
+        tiny_model().generate(torch.ones(1, 250).long(), max_new_tokens=20, do_sample=False, eos_token_id=None)
+
+
+def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
+    input_ids = batch()
+    flex = tiny_model(engine="flex_attention", head_dim=16).train()
+    with pytest.raises(ValueError, match="no backward pass on the CPU"):
+        flex(input_ids)
+    dropout = tiny_model(engine="flex_attention", head_dim=16, attention_dropout=0.1).train().requires_grad_(False)
+    with pytest.raises(ValueError, match="does not support `dropout`"):
+        dropout(input_ids)
+    config = tiny_config(attn_logit_softcapping=20.0)
+    with pytest.raises(ValueError, match="cannot soft-cap logits"):
+        LSGPTForCausalLM._from_config(copy.deepcopy(config), attn_implementation="sdpa")
+    assert LSGPTForCausalLM(config).config._attn_implementation == "eager"  # the default steps aside
+    with pytest.raises((ImportError, ValueError), match=r"(?i)flash.?attention"):
+        LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match="is not supported"):
+        LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="magic")

@@ -1,0 +1,93 @@
+"""A checkpoint carries its code: it loads, and computes the same bits, where this package cannot be imported."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from datasets import Dataset
+from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
+from transformers import Trainer, TrainingArguments
+
+
+# Runs in a process of its own. The finder makes `import lsgpt` fail as it does where the package is not installed.
+WITHOUT_LSGPT = """
+import sys
+
+class Uninstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("lsgpt", "lsgpt_cli"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Uninstalled())
+
+import torch
+from transformers import %(auto)s
+model = %(auto)s.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+inputs = torch.load(sys.argv[2])
+with torch.no_grad():
+    results = {"logits": model(inputs).logits}
+    if hasattr(model, "generate"):
+        results["text"] = model.generate(inputs, max_new_tokens=20, do_sample=False)
+torch.save(results, sys.argv[3])
+"""
+
+
+def run_without_lsgpt(auto_class, folder, inputs, tmp_path):
+    torch.save(inputs, tmp_path / "inputs.pt")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_LSGPT % {"auto": auto_class}), folder]
+        + [tmp_path / "inputs.pt", tmp_path / "results.pt"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return torch.load(tmp_path / "results.pt")
+
+
+@pytest.mark.parametrize("values", [{}, {"position_embedding_type": "rope", "num_global_heads": [0, 2]}])
+def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, values):
+    model = tiny_model(**values).train()
+    blocks = Dataset.from_dict({"input_ids": torch.randint(97, (8, 30)).tolist()})
+    blocks = blocks.map(lambda row: {"labels": row["input_ids"]})
+    arguments = TrainingArguments(
+        tmp_path / "run", max_steps=3, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+    )
+    trainer = Trainer(model, arguments, train_dataset=blocks)
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+
+    inputs = torch.randint(97, (2, 15))
+    for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-2"):
+        ours = LSGPTForCausalLM.from_pretrained(folder).eval()
+        files = {path.name for path in folder.iterdir()}
+        assert files >= {"model.safetensors", "config.json", "generation_config.json"}
+        code = {"configuration_lsgpt.py", "masking_lsgpt.py", "attention_lsgpt.py", "modeling_lsgpt.py"}
+        assert files >= code
+        theirs = run_without_lsgpt("AutoModelForCausalLM", folder, inputs, tmp_path)
+        with torch.no_grad():
+            assert torch.equal(theirs["logits"], ours(inputs).logits)
+        assert torch.equal(theirs["text"], ours.generate(inputs, max_new_tokens=20, do_sample=False))
+
+
+def test_a_language_model_becomes_a_classifier_without_the_package(tiny_model, tiny_config, tmp_path):
+    """Any Auto class finds its code, whichever model was saved."""
+    tiny_model(pad_token_id=0).save_pretrained(tmp_path / "model")
+    auto_map = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    assert len(auto_map) == 5
+    inputs = torch.randint(1, 97, (2, 15))
+    results = run_without_lsgpt("AutoModelForSequenceClassification", tmp_path / "model", inputs, tmp_path)
+    assert results["logits"].shape == (2, 2)
+
+    classifier = LSGPTForSequenceClassification(tiny_config(pad_token_id=0, num_labels=3)).eval()
+    classifier.save_pretrained(tmp_path / "classifier")
+    results = run_without_lsgpt("AutoModelForSequenceClassification", tmp_path / "classifier", inputs, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(results["logits"], classifier(inputs).logits)

@@ -1,0 +1,227 @@
+"""The `lsgpt` command as users run it: a process of its own, real text, and a model of a few thousand weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+import lsgpt_cli
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+
+TINY = (
+    "{vocab_size: 1000, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, sliding_window: 8,"
+    " max_position_embeddings: 64}"
+)
+QUICK_RUN = (
+    *("--config_overrides", TINY, "--block_size", "64", "--max_steps", "4", "--logging_steps", "2"),
+    *("--warmup_steps", "1", "--eval_strategy", "no", "--per_device_eval_batch_size", "64"),
+)
+
+
+def run_command(*arguments, cwd):
+    """Runs `lsgpt ARGUMENTS` in a process of its own and returns it, finished."""
+    command = [sys.executable, "-m", "lsgpt_cli", *map(str, arguments)]
+    # One thread, or tests that run side by side would fight for the cores.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A working folder in which `lsgpt train` has run, and that process."""
+    cwd = tmp_path_factory.mktemp("work")
+    process = run_command("train", *QUICK_RUN, cwd=cwd)
+    assert process.returncode == 0, process.stderr
+    return cwd, process
+
+
+def test_train_leaves_everything_in_one_folder(trained):
+    cwd, process = trained
+    folder = cwd / "runs" / "demo"
+    assert [path.name for path in cwd.iterdir()] == ["runs"]
+    assert [path.name for path in folder.parent.iterdir()] == ["demo"]
+    files = {path.name for path in folder.iterdir()}
+    assert files >= {
+        *("config.json", "generation_config.json", "model.safetensors", "modeling_lsgpt.py"),
+        *("tokenizer.json", "tokenizer_config.json", "metrics.jsonl", "recipe.yaml", "report.md", "loss.png"),
+    }
+
+    metrics = read_metrics(folder)
+    assert [line["step"] for line in metrics if "loss" in line] == [2, 4]
+    (eval_loss,) = (line["eval_loss"] for line in metrics if "eval_loss" in line)
+    (perplexity,) = (line["eval_perplexity"] for line in metrics if "eval_perplexity" in line)
+    assert perplexity == pytest.approx(torch.tensor(eval_loss).exp().item(), rel=1e-4)
+
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert recipe["max_steps"] == 4
+    assert recipe["config_overrides"]["hidden_size"] == 16
+    report = (folder / "report.md").read_text()
+    assert f"{perplexity:.2f}" in report
+    assert Image.open(folder / "loss.png").format == "PNG"
+
+    assert "warn" not in process.stderr.lower()
+    next_steps = process.stdout.split("Next:")[1]
+    assert "lsgpt generate runs/demo 'def '" in next_steps
+    assert "lsgpt info runs/demo" in next_steps
+
+
+def test_result_loads_through_the_auto_classes(trained):
+    folder = trained[0] / "runs" / "demo"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(model) is LSGPTForCausalLM
+    assert len(tokenizer) == model.config.vocab_size == 1000
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(model.config, token) == getattr(model.generation_config, token) == getattr(tokenizer, token)
+    snippet = trained[1].stdout[trained[1].stdout.index("  import lsgpt") :]
+    subprocess.run(
+        [sys.executable, "-c", "\n".join(map(str.strip, snippet.splitlines()))],
+        cwd=trained[0],
+        check=True,
+        timeout=300,
+    )
+
+
+def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained):
+    cwd = trained[0]
+    before = {path: path.stat().st_mtime_ns for path in (cwd / "runs" / "demo").iterdir()}
+    process = run_command("train", "runs/demo/recipe.yaml", cwd=cwd)
+    assert process.returncode == 0, process.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+    first, second = (
+        [{key: line[key] for key in line if "loss" in key} for line in read_metrics(cwd / "runs" / name)]
+        for name in ("demo", "demo-2")
+    )
+    assert first == second
+    recipes = [(cwd / "runs" / name / "recipe.yaml").read_text() for name in ("demo", "demo-2")]
+    assert recipes[0] == recipes[1]
+    weights = [(cwd / "runs" / name / "model.safetensors").read_bytes() for name in ("demo", "demo-2")]
+    assert weights[0] == weights[1]
+
+
+def test_generate_streams_what_the_model_generates(trained):
+    folder = trained[0] / "runs" / "demo"
+    process = run_command("generate", "runs/demo", "def ", "--greedy", "--max_new_tokens", "12", cwd=trained[0])
+    assert process.returncode == 0, process.stderr
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer("def ", return_tensors="pt", return_token_type_ids=False)
+    expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert process.stdout == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+
+
+def test_generate_is_repeatable_with_a_seed(trained, capsys):
+    command = ["generate", str(trained[0] / "runs" / "demo"), "import", "--seed", "3", "--max_new_tokens", "20"]
+    texts = []
+    for _ in range(2):
+        assert lsgpt_cli.main(command) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("import")
+
+
+def test_info_of_a_preset(tmp_path):
+    process = run_command("info", "paper-12l", "--length", 8192, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    table = {line[2:36].strip(): line[36:].split() for line in process.stdout.splitlines()[1:]}
+    assert " ".join(table["heads per layer"]) == "1 global + 11 local, 64 dimensions each"
+    assert table["window"] == ["100", "tokens"]
+    assert table["parameters"] == ["107", "M"]
+    assert table["KV cache in 16 bit, one sequence"] == ["28.5", "MB", "302", "MB", "9.5%"]
+
+
+def test_info_of_a_folder(trained, tmp_path, capsys):
+    assert lsgpt_cli.main(["info", str(trained[0] / "runs" / "demo")]) == 0
+    assert "1 global + 1 local, 8 dimensions each" in capsys.readouterr().out
+    config = LSGPTConfig(num_hidden_layers=3, num_global_heads=[4, 0, 12], num_key_value_heads=3)
+    config.save_pretrained(tmp_path)
+    assert lsgpt_cli.main(["info", str(tmp_path), "--length", "4096"]) == 0
+    output = capsys.readouterr().out
+    assert "12, of them global by layer: 4 0 12, 64 dimensions each (3 key/value heads)" in output
+    assert "ends at 1,024 learned positions" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["info", "paper-v2"], "did you mean 'paper-v1'"),
+        (["info", "EMPTY"], "has no config.json"),
+        (["info", "GPT2"], "must be an LSGPT checkpoint; its model type is 'gpt2'"),
+        (["generate", "EMPTY", "def "], "has no config.json"),
+        (["generate", "EMPTY/missing", "def "], "there is no folder"),
+        (["generate", "RUN", ""], "`prompt` must have a token or more"),
+        (["generate", "RUN", "def ", "--max_new_tokens", "63"], "`--max_new_tokens` must be at most 62"),
+        (["train", "dmeo"], "did you mean 'demo'"),
+        (["train", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
+        (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),
+        (["train", "--output_dir", "EMPTY", "--dataset_name", "stdlb"], "did you mean 'stdlib'"),
+    ],
+)
+def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, message):
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "empty").mkdir()
+    places = {"EMPTY": tmp_path / "empty", "GPT2": tmp_path / "gpt2", "RUN": trained[0] / "runs" / "demo"}
+    for name, path in places.items():
+        command = [argument.replace(name, str(path)) for argument in command]
+    assert lsgpt_cli.main(command) == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("lsgpt: error: ")
+    assert message in last_line
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["info", "demo", "--length", "0"], "argument --length: must be an integer of 1 or more; got '0'"),
+        (["generate", ".", "x", "--temperature", "0"], "argument --temperature: must be a number above 0; got '0'"),
+        (["generate", ".", "x", "--top_k", "many"], "argument --top_k: must be an integer of 1 or more; got 'many'"),
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys, command, message):
+    with pytest.raises(SystemExit) as error:
+        lsgpt_cli.main(command)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_explains_every_command_without_torch():
+    program = (
+        "import sys, lsgpt_cli\n"
+        "for arguments in ['--help'], ['info', '--help'], ['generate', '--help']:\n"
+        "    try: lsgpt_cli.main(arguments)\n"
+        "    except SystemExit as done: assert done.code == 0\n"
+        "assert not {'torch', 'transformers', 'lsgpt'} & sys.modules.keys()\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    for words in ("train a model from a recipe", "continue a text", "show a model's shape"):
+        assert words in " ".join(process.stdout.split())
+
+
+def test_train_help_lists_the_fields(capsys):
+    with pytest.raises(SystemExit) as done:
+        lsgpt_cli.main(["train", "--help"])
+    assert done.value.code == 0
+    output = capsys.readouterr().out
+    for field in ("RECIPE", "--preset", "--block_size", "--learning_rate"):
+        assert field in output
+
+
+def test_installed_command_is_this_one():
+    script = Path(sys.executable).with_name("lsgpt")
+    process = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+    assert process.stdout.startswith("usage: lsgpt ")
