@@ -198,12 +198,12 @@ class HeadGroup(nn.Module):
                 "PyTorch's FlexAttention has no backward pass on the CPU; train with "
                 'attn_implementation="sdpa", or run the model under torch.no_grad()'
             )
-        if "flash" in engine and query.dtype not in (torch.float16, torch.bfloat16):
-            if not torch.is_autocast_enabled(query.device.type):
-                raise ValueError(
-                    f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
-                    'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
-                )
+        is_half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
+        if "flash" in engine and not is_half:
+            raise ValueError(
+                f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
+                'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
+            )
 
 
 class LSGPTAttention(nn.Module):

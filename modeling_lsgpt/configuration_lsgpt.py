@@ -83,7 +83,8 @@ class LSGPTConfig(PreTrainedConfig):
         hidden_act (`str`): Activation of the MLP, a name that Transformers knows.
         max_position_embeddings (`int`): Longest sequence. A hard limit for `learned` positions only.
         position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings (sinusoids as
-            they are, with amplitude 1), `"rope"` rotates queries and keys, `"none"` leaves the order to the causal mask.
+            they are, with amplitude 1), `"rope"` rotates queries and keys, `"none"` leaves the order to the causal
+            mask.
         rope_parameters (`dict`, *optional*): Transformers' parameters of rotary embeddings; only with `"rope"`.
         use_bias (`bool`): Whether linear layers and layer norms have biases.
         qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).

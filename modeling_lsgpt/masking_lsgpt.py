@@ -16,7 +16,6 @@ from transformers.masking_utils import (
     flex_attention_mask,
     packed_sequence_mask_function,
     padding_mask_function,
-    prepare_padding_mask,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -219,8 +218,8 @@ def _check_mask_shape(attention_mask, batch_size, q_length, past_length):
     got = tuple(attention_mask.shape)
     if attention_mask.ndim == 2 and got != (batch_size, total):
         raise ValueError(
-            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} cached "
-            f"and {q_length} new tokens; got {got}"
+            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} "
+            f"cached and {q_length} new tokens; got {got}"
         )
     if attention_mask.ndim == 4 and (got[0] not in (1, batch_size) or got[2] != q_length or got[3] < total):
         raise ValueError(

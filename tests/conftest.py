@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
 

@@ -1,4 +1,4 @@
-"""Every engine against the dense reference: outputs and gradients of q, k and v, and exact zeros where nothing may flow.
+"""Every engine against the dense reference: outputs, gradients of q, k and v, exact zeros where nothing may flow.
 
 The flash_attention engines need a GPU and the flash-attn package: only their refusals are tested here.
 """
@@ -7,8 +7,9 @@ import itertools
 
 import pytest
 import torch
-from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, create_attention_masks
 from reference import assert_as_exact_as, dense_attention, visible_pairs
+
+from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, create_attention_masks
 
 
 WINDOW = 10

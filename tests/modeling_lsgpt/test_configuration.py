@@ -1,12 +1,13 @@
-"""The configuration: what it refuses and how it says so, what it derives, what survives a file, and what things cost."""
+"""The configuration: what it refuses and how, what it derives, what survives a file, and what things cost."""
 
 import json
 import logging
 
 import pytest
 import torch
-from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from transformers import AutoConfig, DynamicCache
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
 
 BAD_VALUES = {

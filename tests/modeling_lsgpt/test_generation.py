@@ -6,9 +6,10 @@ text then means equal computation, not a lucky rounding.
 
 import pytest
 import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
-from transformers import DynamicCache, GenerationConfig, StaticCache
 
 
 SPLITS = {

@@ -4,13 +4,6 @@ import copy
 
 import pytest
 import torch
-from lsgpt import (
-    LSGPTConfig,
-    LSGPTForCausalLM,
-    LSGPTForSequenceClassification,
-    LSGPTForTokenClassification,
-    LSGPTModel,
-)
 from reference import reference_logits
 from transformers import (
     AutoModel,
@@ -18,6 +11,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
     StaticCache,
+)
+
+from lsgpt import (
+    LSGPTConfig,
+    LSGPTForCausalLM,
+    LSGPTForSequenceClassification,
+    LSGPTForTokenClassification,
+    LSGPTModel,
 )
 
 

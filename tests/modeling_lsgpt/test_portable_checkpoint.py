@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 from datasets import Dataset
-from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
 from transformers import Trainer, TrainingArguments
+
+from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
 
 
 # Runs in a process of its own. The finder makes `import lsgpt` fail as it does where the package is not installed.
@@ -39,10 +39,10 @@ torch.save(results, sys.argv[3])
 
 def run_without_lsgpt(auto_class, folder, inputs, tmp_path):
     torch.save(inputs, tmp_path / "inputs.pt")
+    code = WITHOUT_LSGPT % {"auto": auto_class}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WITHOUT_LSGPT % {"auto": auto_class}), folder]
-        + [tmp_path / "inputs.pt", tmp_path / "results.pt"],
+        [sys.executable, "-c", code, folder, tmp_path / "inputs.pt", tmp_path / "results.pt"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

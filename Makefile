@@ -1,0 +1,34 @@
+# Every target makes the virtual environment the first time it is needed, and again when its inputs change.
+PYTHON ?= python3
+VENV ?= .venv
+FLOOR_VENV ?= .venv-floor
+RUN = $(VENV)/bin/python -m
+
+.PHONY: help demo test test-floor lint
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: $(VENV)/installed  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
+	$(VENV)/bin/lsgpt train
+
+test: $(VENV)/installed  ## Run all tests
+	$(RUN) pytest -n 2
+
+test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
+	$(FLOOR_VENV)/bin/python -m pytest -n 2 tests/modeling_lsgpt tests/transformers_common
+
+lint: $(VENV)/installed  ## Check style and formatting
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+# torch first and alone: with it installed, no other package can pull in another build of it.
+%/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $@
+
+CONSTRAINTS = constraints.txt
+$(FLOOR_VENV)/installed: CONSTRAINTS = constraints-floor.txt
+$(FLOOR_VENV)/installed: constraints-floor.txt

@@ -1,0 +1,30 @@
+"""Draws `masks.png`, the picture in the README, from the masks that the model computes with."""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+
+from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, LSGPTConfig, create_attention_masks
+
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+
+LENGTH, WINDOW = 24, 6
+
+config = LSGPTConfig(sliding_window=WINDOW)
+config._attn_implementation = "eager"
+masks = create_attention_masks(config, torch.empty(1, LENGTH, 0))
+
+figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained", sharey=True)
+titles = {GLOBAL: "1 global head: the whole past", LOCAL: f"11 local heads: the last W = {WINDOW} tokens"}
+for axis, (kind, title) in zip(axes, titles.items()):
+    axis.imshow(masks[kind][0, 0], cmap="Blues", vmin=0, vmax=1.4)
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel("key position")
+    axis.set_xticks([])
+    axis.set_yticks([])
+axes[0].set_ylabel("query position")
+figure.savefig(Path(__file__).parent / "masks.png", dpi=110, bbox_inches="tight")
