@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_lsgpt import LOCAL, LSGPTConfig
 from .masking_lsgpt import engine_of_step
+from .telemetry_lsgpt import max_logits
 
 
 def attention_weights(
@@ -143,6 +144,8 @@ class HeadGroup(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.softcap = config.attn_logit_softcapping
         self.is_causal = True
+        # Running maximum of each head's |logit|, `(H,)` in float32, while somebody measures; see `telemetry_lsgpt`.
+        self.max_logit: torch.Tensor | None = None
 
     def forward(
         self,
@@ -165,6 +168,8 @@ class HeadGroup(nn.Module):
         """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        if self.max_logit is not None:
+            self._measure_logits(query, key, attention_masks)
         mask = attention_masks[self.kind]
         if isinstance(mask, torch.Tensor) and mask.ndim == 5:
             return blocked_attention_forward(query, key, value, mask, self.scaling, self.dropout)
@@ -191,6 +196,14 @@ class HeadGroup(nn.Module):
     def dropout(self) -> float:
         """Probability of dropping an attention weight, now."""
         return self.config.attention_dropout if self.training else 0.0
+
+    def _measure_logits(self, query: torch.Tensor, key: torch.Tensor, attention_masks: dict):
+        mask = attention_masks[self.kind]
+        is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
+        limits = {name: attention_masks.get(name) for name in ("padding_mask", "documents")}
+        limits = {name: None if limit is None else limit[:, -key.shape[2] :] for name, limit in limits.items()}
+        new = max_logits(query, key, self.scaling, self.sliding_window, mask if is_dense else None, **limits)
+        self.max_logit = torch.maximum(self.max_logit.to(new.device), new)
 
     def _check_engine(self, engine: str, query: torch.Tensor):
         if engine == "flex_attention" and query.device.type == "cpu" and query.requires_grad:
@@ -297,6 +310,8 @@ class LSGPTAttention(nn.Module):
             if past_key_values is not None:
                 _, offset = past_key_values.get_mask_sizes(query.shape[2], group.layer_idx)
                 key, value = past_key_values.update(key, value, group.layer_idx)
+            if group.max_logit is not None:
+                group._measure_logits(query, key, attention_masks)
             mask = attention_masks[group.kind]
             weights.append(attention_weights(group, query, key, mask, group.scaling, group.dropout, group.softcap))
             values.append(repeat_kv(value, group.num_key_value_groups))

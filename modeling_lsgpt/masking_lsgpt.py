@@ -53,6 +53,8 @@ def create_attention_masks(
         A dictionary of boolean masks, True where a query may attend: `(B, 1, T, S)`; `None` where causality is all and
         the engine knows it; `(B or 1, N, 1, C, C + W - 1)` for local heads in blocks; a `BlockMask` for
         `flex_attention`; and for FlashAttention, which takes causality and window as arguments, `(B, S)` padding.
+        Beside them stand what they were made of, for logit telemetry: `padding_mask` and `documents`, `(B, past + T)`
+        or `None`.
 
     Raises:
         ValueError: The mask's shape does not fit the inputs, or the engine cannot do what the inputs ask for.
@@ -90,6 +92,8 @@ def create_attention_masks(
             # A decode step sees empty slots in a static cache, so it cannot do without a mask.
             needs_mask = q_length == 1 and getattr(past_key_values, "is_compileable", False)
             masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, needs_mask, **sizes)
+    if not getattr(past_key_values, "is_compileable", False):  # a compiled decode step has no use for growing tensors
+        masks |= {"padding_mask": padding_mask, "documents": documents}
     return masks
 
 
