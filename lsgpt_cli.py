@@ -1,1 +1,205 @@
-def main(): ...
+"""The `lsgpt` command. It stands outside the package, and imports late, because its help must not wait for torch."""
+
+# ruff: noqa: PLC0415
+
+import argparse
+import json
+import os
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a sub-command; returns the exit status: 0, or 2 for what the user got wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["train"]:
+        # Its fields are those of the training arguments: their parser takes over.
+        return _train(argv[1:])
+    args = _make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        return _fail(error)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lsgpt", description="LSGPT: a GPT with Long Short-attention (arXiv:2505.15548) for Transformers."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    commands.add_parser(
+        "train",
+        help="train a model from a recipe; without arguments a small one, here and now: "
+        "lsgpt train [RECIPE] [--field value ...]",
+    )
+
+    text = "continue a text with a trained model, as it is written"
+    generate = commands.add_parser("generate", help=text, description=text.capitalize() + ".")
+    generate.add_argument("model", metavar="FOLDER_OR_NAME", help="a folder with a checkpoint, or a model on the Hub")
+    generate.add_argument("prompt", help="the text to continue")
+    generate.add_argument("--max_new_tokens", type=_positive_int, default=100, help="default: %(default)s")
+    generate.add_argument("--temperature", type=_positive_float, default=0.8, help="default: %(default)s")
+    generate.add_argument("--top_k", type=_positive_int, default=50, help="default: %(default)s")
+    generate.add_argument("--seed", type=int, help="makes the continuation repeatable")
+    generate.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    generate.set_defaults(run=_generate)
+
+    text = "show a model's shape and size, and what it costs beside equal multi-head attention"
+    info = commands.add_parser("info", help=text, description=text.capitalize() + ".")
+    info.add_argument("model", metavar="PRESET_OR_FOLDER", help="a preset's name, or a folder with a checkpoint")
+    info.add_argument(
+        "--length", type=_positive_int, help="number of tokens to count costs at; default: the model's positions"
+    )
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more; got {text!r}")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    return value
+
+
+def _fail(error: Exception) -> int:
+    print(f"lsgpt: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _train(argv: list[str]) -> int:
+    from lsgpt.configuration import list_recipes
+    from lsgpt.training.arguments import make_parser, parse_arguments, resolve_recipe
+
+    parser = make_parser(
+        prog="lsgpt train",
+        usage="lsgpt train [RECIPE] [--field value ...]",
+        description="Train a model. RECIPE is a YAML file with values for the fields below, or the name of a shipped "
+        f"one ({', '.join(list_recipes())}); fields on the command line replace the recipe's. Default: demo.",
+    )
+    recipe, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("demo", argv)
+    try:
+        arguments = parse_arguments(recipe, overrides, parser)
+        # Later than the arguments, because a mistake there should not wait for these imports.
+        from lsgpt.training.train import build_trainer, train
+
+        resolved = resolve_recipe(*arguments)
+        trainer = build_trainer(*arguments)
+    except (ValueError, OSError) as error:
+        return _fail(error)
+    train(trainer, resolved)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    _check_checkpoint(args.model)
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+    import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, device_map="auto")
+    except OSError as error:
+        raise ValueError(f"cannot load a model and its tokenizer from {args.model!r}: {error}") from error
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    prompt_length = inputs["input_ids"].shape[1]
+    if prompt_length == 0:
+        raise ValueError("`prompt` must have a token or more; got an empty text")
+    if getattr(model.config, "position_embedding_type", None) == "learned":
+        positions = model.config.max_position_embeddings
+        if prompt_length + args.max_new_tokens > positions:
+            raise ValueError(
+                f"`--max_new_tokens` must be at most {max(positions - prompt_length, 0)}, because the model has "
+                f"{positions} learned positions and the prompt takes {prompt_length}; got {args.max_new_tokens}"
+            )
+    if args.seed is not None:
+        set_seed(args.seed)
+    sampling = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
+    model.generate(
+        **inputs,
+        max_new_tokens=args.max_new_tokens,
+        do_sample=not args.greedy,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **sampling,
+    )
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from lsgpt.configuration import LSGPTConfig, list_presets, load_preset, suggest
+
+    if args.model in list_presets():
+        config = load_preset(args.model)
+    elif os.path.isdir(args.model):
+        _check_checkpoint(args.model)
+        with open(os.path.join(args.model, "config.json"), encoding="utf-8") as file:
+            model_type = json.load(file).get("model_type")
+        if model_type != LSGPTConfig.model_type:
+            raise ValueError(f"{args.model!r} must be an LSGPT checkpoint; its model type is {model_type!r}")
+        config = LSGPTConfig.from_pretrained(args.model)
+    else:
+        raise ValueError(
+            f"model must be a preset ({', '.join(list_presets())}) or a folder with a checkpoint; got {args.model!r}"
+            f"{suggest(args.model, list_presets())}"
+        )
+    length = args.length or config.max_position_embeddings
+    mhsa = config.equal_mhsa()
+    counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
+    if len(set(counts)) == 1:
+        kinds = f"{counts[0]} global + {heads - counts[0]} local"
+    else:
+        kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
+    shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
+    rows = [
+        ("layers", config.num_hidden_layers),
+        ("hidden size", f"{config.hidden_size} (MLP {config.intermediate_size})"),
+        ("heads per layer", f"{kinds}, {config.head_dim} dimensions each{shared}"),
+        ("window", f"{config.sliding_window} tokens"),
+        ("positions", f"{config.position_embedding_type}, {config.max_position_embeddings:,}"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("parameters", _with_unit(config.num_parameters())),
+    ]
+    print(args.model)
+    for name, value in rows:
+        print(f"  {name:<34}{value}")
+    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
+    for name, unit, ours, theirs in (
+        ("forward FLOPs per token", "", config.flops_per_token(length), mhsa.flops_per_token(length)),
+        ("KV cache in 16 bit, one sequence", "B", config.kv_cache_bytes(length), mhsa.kv_cache_bytes(length)),
+    ):
+        print(f"  {name:<34}{_with_unit(ours, unit):>10}{_with_unit(theirs, unit):>14}{ours / theirs:>9.1%}")
+    if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
+        print(f"\n  The model itself ends at {config.max_position_embeddings:,} learned positions.")
+    return 0
+
+
+def _with_unit(value: float, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}{unit}".strip()
+
+
+def _check_checkpoint(name: str):
+    """Raises `ValueError` where `name` can only be meant as a folder and holds no checkpoint."""
+    parent = os.path.dirname(name)
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise ValueError(f"{name!r} has no config.json: it is not a checkpoint")
+    elif os.path.exists(name) or name.startswith((".", os.sep)) or os.path.isdir(parent):
+        raise ValueError(f"there is no folder {name!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

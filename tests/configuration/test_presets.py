@@ -1,0 +1,78 @@
+import pytest
+
+from lsgpt import LSGPTForCausalLM
+from lsgpt.configuration import LSGPTConfig, list_presets, list_recipes, load_preset, load_recipe
+
+
+def test_names():
+    assert list_presets() == ["demo", "gpt2-small", "paper-12l", "paper-36l", "paper-v1"]
+    assert "demo" in list_recipes()
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_every_preset_is_a_model(name):
+    config = load_preset(name)
+    assert isinstance(config, LSGPTConfig)
+    assert not config.use_bias
+    assert config.position_embedding_type == "learned"
+
+
+def test_gpt2_small_is_the_default():
+    assert load_preset("gpt2-small").to_dict() == LSGPTConfig().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "with_positions"),
+    [("paper-v1", 6.5, False), ("paper-12l", 107, True), ("paper-36l", 847, True)],
+)
+def test_parameters_of_the_paper(name, millions, with_positions):
+    config = load_preset(name)
+    count = config.num_parameters()
+    if not with_positions:
+        count -= config.max_position_embeddings * config.hidden_size
+    assert count / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "share"),
+    [("paper-v1", 2048, 0.187), ("paper-12l", 2048, 0.128), ("paper-12l", 8192, 0.095), ("paper-36l", 8192, 0.062)],
+)
+def test_cache_shares_of_the_paper(name, length, share):
+    config = load_preset(name)
+    assert config.kv_cache_bytes(length) / config.equal_mhsa().kv_cache_bytes(length) == pytest.approx(share, abs=5e-4)
+
+
+def test_counted_parameters_are_the_models():
+    config = load_preset("demo")
+    assert config.num_parameters() == LSGPTForCausalLM(config).num_parameters()
+
+
+def test_overrides():
+    config = load_preset("demo", hidden_size=48, num_global_heads=2)
+    assert (config.hidden_size, config.head_dim, config.num_global_heads) == (48, 8, 2)
+
+
+def test_unknown_names_suggest_the_nearest():
+    with pytest.raises(ValueError, match=r"paper-36l, paper-v1; got 'paper-v2'; did you mean 'paper-v1'\?"):
+        load_preset("paper-v2")
+    with pytest.raises(ValueError, match="no field 'slidng_window'; did you mean 'sliding_window'"):
+        load_preset("demo", slidng_window=3)
+    with pytest.raises(ValueError, match="got 'dmeo'; did you mean 'demo'"):
+        load_recipe("dmeo")
+
+
+def test_impossible_values_are_value_errors():
+    with pytest.raises(ValueError, match="`sliding_window` must be at least 2"):
+        load_preset("demo", sliding_window=1)
+    with pytest.raises(ValueError, match="'hidden_size' expected int, got str"):
+        load_preset("demo", hidden_size="wide")
+
+
+def test_broken_recipes(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("[unclosed")
+    with pytest.raises(ValueError, match=r"recipe\.yaml is no YAML"):
+        load_recipe(recipe)
+    recipe.write_text("just text")
+    with pytest.raises(ValueError, match="must be a mapping from field names to values; got str"):
+        load_recipe(recipe)

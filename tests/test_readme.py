@@ -1,0 +1,47 @@
+"""The README's code runs as printed, in order, in a folder where the demo has been run."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lsgpt.training.data import load_documents, train_tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the README and `runs/demo`, with a small untrained model in place of the demo's."""
+    from lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copy(ROOT / "README.md", folder)
+    tokenizer = train_tokenizer(load_documents("stdlib")["validation"]["text"][:50], vocab_size=400)
+    config = LSGPTConfig(vocab_size=400, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+    LSGPTForCausalLM(config).save_pretrained(folder / "runs" / "demo")
+    tokenizer.save_pretrained(folder / "runs" / "demo")
+    return folder
+
+
+def test_python_blocks(folder):
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "push_to_hub" not in block]
+    assert len(blocks) == 3
+    for block in blocks:
+        result = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True)
+        assert result.returncode == 0, f"{block}\n{result.stderr}"
+    assert (folder / "runs" / "finetuned" / "modeling_lsgpt.py").is_file()
+
+
+@pytest.mark.parametrize("command", ["lsgpt info gpt2-small --length 8192", 'lsgpt generate runs/demo "def "'])
+def test_commands(folder, command):
+    assert f"`{command}`" in README
+    executable = Path(sys.executable).with_name("lsgpt")
+    result = subprocess.run(command.replace("lsgpt", str(executable), 1), cwd=folder, shell=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
