@@ -103,14 +103,14 @@ def _generate(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
-    import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+    from lsgpt.training.generation import encode_prompt
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, device_map="auto")
     except OSError as error:
         raise ValueError(f"cannot load a model and its tokenizer from {args.model!r}: {error}") from error
-    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    inputs = encode_prompt(tokenizer, args.prompt).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
         raise ValueError("`prompt` must have a token or more; got an empty text")

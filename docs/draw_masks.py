@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 
 from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, LSGPTConfig, create_attention_masks
-
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
 
 
 LENGTH, WINDOW = 24, 6
@@ -18,7 +14,8 @@ config = LSGPTConfig(sliding_window=WINDOW)
 config._attn_implementation = "eager"
 masks = create_attention_masks(config, torch.empty(1, LENGTH, 0))
 
-figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained", sharey=True)
+figure = Figure(figsize=(8, 4.2), layout="constrained")
+axes = figure.subplots(1, 2, sharey=True)
 titles = {GLOBAL: "1 global head: the whole past", LOCAL: f"11 local heads: the last W = {WINDOW} tokens"}
 for axis, (kind, title) in zip(axes, titles.items()):
     axis.imshow(masks[kind][0, 0], cmap="Blues", vmin=0, vmax=1.4)

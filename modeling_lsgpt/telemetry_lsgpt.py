@@ -32,7 +32,8 @@ def max_logits(
     Takes rows of queries in turn, and for local heads only the keys inside their window.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As the engine gets them; the last query stands at the last key.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As the engine gets them; the last query is at the last
+            key.
         scaling: Factor of the dot products.
         window: Number of keys that a query sees, its own included; `None` for all before it.
         mask (`(B or 1, 1, T, S)`, *optional*): Says by itself which pairs may attend, as booleans or as additive

@@ -114,10 +114,10 @@ def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained):
 
 def test_generate_streams_what_the_model_generates(trained):
     folder = trained[0] / "runs" / "demo"
-    process = run_command("generate", "runs/demo", "def ", "--greedy", "--max_new_tokens", "12", cwd=trained[0])
+    process = run_command("generate", "runs/demo", "import", "--greedy", "--max_new_tokens", "12", cwd=trained[0])
     assert process.returncode == 0, process.stderr
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    inputs = tokenizer("def ", return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer("import", return_tensors="pt", return_token_type_ids=False)
     expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert process.stdout == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
@@ -162,7 +162,7 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),
         (["generate", "RUN", ""], "`prompt` must have a token or more"),
-        (["generate", "RUN", "def ", "--max_new_tokens", "63"], "`--max_new_tokens` must be at most 62"),
+        (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max_new_tokens` must be at most 63"),
         (["train", "dmeo"], "did you mean 'demo'"),
         (["train", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
         (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training.data import load_documents, train_tokenizer
 
 
@@ -18,8 +19,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Holds the README and `runs/demo`, with a small untrained model in place of the demo's."""
-    from lsgpt import LSGPTConfig, LSGPTForCausalLM
-
     folder = tmp_path_factory.mktemp("readme")
     shutil.copy(ROOT / "README.md", folder)
     tokenizer = train_tokenizer(load_documents("stdlib")["validation"]["text"][:50], vocab_size=400)

@@ -19,7 +19,7 @@ class MaxLogits:
         # By name, because a checkpoint's own code has classes of its own.
         self.layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
         if not self.layers:
-            raise ValueError(f"logits are measured in LSGPT models; {type(model).__name__} has no LSGPT attention layer")
+            raise ValueError(f"`model` must be an LSGPT model, to measure its logits; got {type(model).__name__}")
 
     def start(self):
         """Forgets earlier maxima and measures from now on."""
