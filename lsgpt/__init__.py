@@ -18,6 +18,7 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
+    measure_max_logits,
 )
 
 
@@ -41,4 +42,5 @@ __all__ = [
     "LSGPTForSequenceClassification",
     "LSGPTForTokenClassification",
     "LSGPTModel",
+    "measure_max_logits",
 ]

@@ -10,6 +10,7 @@ from .modeling_lsgpt import (
     LSGPTModel,
     LSGPTPreTrainedModel,
 )
+from .telemetry_lsgpt import MaxLogits, measure_max_logits
 
 
 __all__ = [
@@ -23,5 +24,7 @@ __all__ = [
     "LSGPTForTokenClassification",
     "LSGPTModel",
     "LSGPTPreTrainedModel",
+    "MaxLogits",
     "create_attention_masks",
+    "measure_max_logits",
 ]

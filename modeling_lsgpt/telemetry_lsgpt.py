@@ -6,7 +6,10 @@ FlashAttention's log-sum-exp is not the maximum and cannot be turned into it.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 
 LOGITS_AT_ONCE = 1 << 22
@@ -57,7 +60,9 @@ def max_logits(
     for start in range(0, q_length, rows):
         stop = min(start + rows, q_length)
         begin, end = (0, kv_length) if mask is not None else (max(first + start - reach + 1, 0), first + stop)
-        logits = query[:, :, :, start:stop].float() @ key[:, :, None, begin:end].float().transpose(-1, -2) * scaling
+        q, k = query[:, :, :, start:stop].float(), key[:, :, None, begin:end].float()
+        with torch.autocast(query.device.type, enabled=False):  # it would multiply in half precision
+            logits = q @ k.transpose(-1, -2) * scaling
         q, k = position[first + start : first + stop, None], position[begin:end]
         if mask is not None:
             visible = mask[:, 0, start:stop]
@@ -72,3 +77,67 @@ def max_logits(
         logits = logits.masked_fill(~visible[:, None, None], 0.0).abs()
         result = torch.maximum(result, logits.amax(dim=(0, 3, 4)))
     return result.flatten()
+
+
+class MaxLogits:
+    """
+    Switches the measurement on and off in every attention layer of a model, and reads it.
+
+    While it is on, each forward pass raises a running maximum in every `HeadGroup`; the output stays the same.
+    """
+
+    def __init__(self, model: nn.Module):
+        """Takes an LSGPT model, on its own or wrapped (DDP, PEFT, `torch.compile`). Raises `ValueError` for others."""
+        # By name, because a checkpoint's own code has classes of its own.
+        self.layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
+        if not self.layers:
+            raise ValueError(f"`model` must be an LSGPT model, to measure its logits; got {type(model).__name__}")
+
+    def start(self):
+        """Forgets earlier maxima and measures from now on."""
+        for group in self._groups():
+            group.max_logit = torch.zeros(group.num_heads)
+
+    def stop(self):
+        """Measures no more, and forgets the maxima."""
+        for group in self._groups():
+            group.max_logit = None
+
+    def read(self) -> torch.Tensor:
+        """The maxima since `start`, `(num_hidden_layers, num_attention_heads)` in float32, global heads first."""
+        device = self.layers[0].q_proj.weight.device
+        rows = [torch.cat([group.max_logit.to(device) for group in layer.head_groups]) for layer in self.layers]
+        return torch.stack(rows)
+
+    def _groups(self) -> Iterator[nn.Module]:
+        for layer in self.layers:
+            yield from layer.head_groups
+
+
+@torch.no_grad()
+def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
+    """
+    The largest attention logit of every head in one forward pass.
+
+    It is the maximum of `|q . k * scaling|` after QK-norm and rotary embedding and before soft-capping, over all pairs
+    that may attend, computed exactly in float32 whatever engine runs the model.
+
+    Args:
+        model: An LSGPT model.
+        **inputs: What its `forward` takes, such as `input_ids` and `attention_mask`.
+
+    Returns:
+        `(num_hidden_layers, num_attention_heads)` in float32 on the model's device, global heads first.
+
+    ```python
+    >>> from lsgpt import measure_max_logits
+    >>> measure_max_logits(model, **tokenizer("def ", return_tensors="pt")).max()
+    ```
+    """
+    recorder = MaxLogits(model)
+    recorder.start()
+    try:
+        model(**{"use_cache": False, **inputs})
+        return recorder.read()
+    finally:
+        recorder.stop()

@@ -18,7 +18,7 @@ from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
 TINY = (
     "{vocab_size: 1000, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, sliding_window: 8,"
-    " max_position_embeddings: 64}"
+    " max_position_embeddings: 64, position_embedding_type: learned}"
 )
 QUICK_RUN = (
     *("--config_overrides", TINY, "--block_size", "64", "--max_steps", "4", "--logging_steps", "2"),

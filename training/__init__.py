@@ -5,11 +5,13 @@ from .callbacks import MetricsFileCallback
 from .data import load_documents, pack, tokenize, train_tokenizer
 from .generation import encode_prompt
 from .report import write_report
+from .telemetry import LogitTelemetryCallback, qk_clip
 from .train import build_trainer, run
 
 
 __all__ = [
     "DataArguments",
+    "LogitTelemetryCallback",
     "MetricsFileCallback",
     "ModelArguments",
     "build_trainer",
@@ -18,6 +20,7 @@ __all__ = [
     "make_parser",
     "pack",
     "parse_arguments",
+    "qk_clip",
     "run",
     "tokenize",
     "train_tokenizer",

