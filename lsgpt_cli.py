@@ -103,14 +103,16 @@ def _generate(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
-    from lsgpt.training.generation import encode_prompt
+    import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, device_map="auto")
     except OSError as error:
         raise ValueError(f"cannot load a model and its tokenizer from {args.model!r}: {error}") from error
-    inputs = encode_prompt(tokenizer, args.prompt).to(model.device)
+    # To most tokenizers a space belongs to the word after it: after a lone one, hardly any word follows.
+    prompt = args.prompt.rstrip(" ") or args.prompt
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
         raise ValueError("`prompt` must have a token or more; got an empty text")

@@ -73,7 +73,7 @@ def test_train_leaves_everything_in_one_folder(trained):
 
     assert "warn" not in process.stderr.lower()
     next_steps = process.stdout.split("Next:")[1]
-    assert "lsgpt generate runs/demo 'def '" in next_steps
+    assert "lsgpt generate runs/demo 'def'" in next_steps
     assert "lsgpt info runs/demo" in next_steps
 
 

@@ -3,7 +3,6 @@
 from .arguments import DataArguments, ModelArguments, make_parser, parse_arguments
 from .callbacks import MetricsFileCallback
 from .data import load_documents, pack, tokenize, train_tokenizer
-from .generation import encode_prompt
 from .report import write_report
 from .telemetry import LogitTelemetryCallback, qk_clip
 from .train import build_trainer, run
@@ -15,7 +14,6 @@ __all__ = [
     "MetricsFileCallback",
     "ModelArguments",
     "build_trainer",
-    "encode_prompt",
     "load_documents",
     "make_parser",
     "pack",

@@ -47,7 +47,7 @@ class DataArguments:
     )
     block_size: int = field(default=512, metadata={"help": "Number of tokens in a training sequence."})
     prompt: str = field(
-        default="def ", metadata={"help": "Text that the trained model continues at the end of the run."}
+        default="def", metadata={"help": "Text that the trained model continues at the end of the run."}
     )
 
 

@@ -15,7 +15,6 @@ from transformers import (
 from .arguments import DataArguments, ModelArguments, check_arguments, resolve_recipe
 from .callbacks import MetricsFileCallback
 from .data import load_documents, pack, tokenize, train_tokenizer
-from .generation import encode_prompt
 from .report import write_report
 
 
@@ -110,7 +109,7 @@ Next:
 def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:
     """Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions."""
     model.eval()
-    inputs = encode_prompt(tokenizer, prompt).to(model.device)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
     generated = model.generate(
         **inputs, max_new_tokens=min(max_new_tokens, room), do_sample=True, temperature=0.8, top_k=50
