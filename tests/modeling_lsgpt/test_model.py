@@ -90,13 +90,19 @@ def test_half_precision_and_training_dtype(tiny_model, engine):
         assert logits.dtype == dtype and torch.isfinite(logits).all()
 
 
-def test_autocast_trains(tiny_model):
-    model = tiny_model().train()
-    input_ids = batch()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(input_ids, labels=input_ids).loss
-    loss.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+def test_autocast(tiny_model, engine):
+    """In training and in generation, also where norms and rotations of queries and keys come out in float32."""
+    for values in ({}, {"qk_norm": True, "position_embedding_type": "rope"}):
+        model = tiny_model(engine=engine, head_dim=16, **values)
+        input_ids = batch()
+        trains = engine != "flex_attention"  # no backward on the CPU
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(trains):
+            loss = model(input_ids, labels=input_ids).loss
+            assert model.generate(input_ids, max_new_tokens=3, do_sample=False).shape == (2, 48)
+        if trains:
+            loss.backward()
+            assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 def test_labels_shift_and_num_items_in_batch(tiny_model):
