@@ -54,3 +54,9 @@ def tiny_model(tiny_config):
 def seed():
     """Every test draws the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch counts recompilations of a function over the whole process, and gives up after a few."""
+    torch.compiler.reset()

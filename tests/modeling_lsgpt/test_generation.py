@@ -162,7 +162,7 @@ def test_static_cache(tiny_model, split, engine, prompt):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_static_cache_compiled(tiny_model, engine):
+def test_static_cache_compiled(tiny_model, fresh_compiler, engine):
     model = tiny_model(torch.float64, engine)
     input_ids = torch.randint(97, (2, 5))
     expected = greedy_without_cache(model, input_ids, NEW_TOKENS)

@@ -173,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
-def test_compiles_without_graph_breaks(tiny_model, engine):
+def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine):
     model = tiny_model(engine=engine).train()
     input_ids = batch()
     mask = torch.ones_like(input_ids)
@@ -186,7 +186,7 @@ def test_compiles_without_graph_breaks(tiny_model, engine):
         actual.backward()
 
 
-def test_compiled_kernels_give_the_same_gradients(tiny_model):
+def test_compiled_kernels_give_the_same_gradients(tiny_model, fresh_compiler):
     model = tiny_model().train()
     input_ids = batch()
     model(input_ids, labels=input_ids, use_cache=False).loss.backward()

@@ -125,7 +125,7 @@ def train(model, folder, callback, **arguments):
 
 
 @pytest.mark.parametrize("how", ["plain", "gradient checkpointing", "compiled"])
-def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, tmp_path, monkeypatch, how):
+def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, fresh_compiler, tmp_path, monkeypatch, how):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     model = tiny_model().train()
     arguments = {
