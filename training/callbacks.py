@@ -3,7 +3,13 @@
 import json
 from pathlib import Path
 
+import torch
+from torch import nn
 from transformers import TrainerCallback
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -26,3 +32,76 @@ class MetricsFileCallback(TrainerCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+class StopOnBadLossCallback(TrainerCallback):
+    """
+    Ends the training when a loss is NaN or infinite, before the optimizer takes the step.
+
+    The weights stay those of the last good step, and a checkpoint of them is saved. The message names the step and the
+    first layer with a NaN or an infinity in its output.
+
+    ```python
+    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
+    ```
+    """
+
+    def __init__(self):
+        self._batches: list[tuple[dict, torch.Tensor]] = []
+        self._hook = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._hook = model.register_forward_hook(self._remember, with_kwargs=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._hook.remove()
+        self._batches.clear()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._batches.clear()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        is_bad = torch.stack([~loss.isfinite() for _, loss in self._batches]).any()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            flag = is_bad.float()
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            is_bad = flag > 0
+        if not is_bad:
+            return
+        for parameter in model.parameters():
+            parameter.grad = None  # optimizers pass over parameters without a gradient
+        control.should_save = control.should_training_stop = True
+        bad_batch = next((inputs for inputs, loss in self._batches if not loss.isfinite()), None)
+        where = "a batch of another process" if bad_batch is None else _first_bad_layer(model, bad_batch)
+        logger.error(
+            f"the loss of step {state.global_step + 1} is not finite, the first bad numbers come from {where}; "
+            f"saving the weights of step {state.global_step} and ending the training"
+        )
+
+    def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
+        loss = getattr(output, "loss", None)
+        if model.training and loss is not None:
+            self._batches.append((inputs, loss.detach()))
+
+
+@torch.no_grad()
+def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
+    """Runs the batch again and names the first module, in order of execution, whose output is not finite."""
+    bad = []
+
+    def check(name):
+        def hook(module, args, output):
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
+                bad.append(name)
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    hooks = [module.register_forward_hook(check(name)) for name, module in leaves]
+    try:
+        model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"`{bad[0]}`" if bad else "the loss itself"
