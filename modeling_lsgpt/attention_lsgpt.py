@@ -166,8 +166,7 @@ class HeadGroup(nn.Module):
         Returns:
             Outputs `(B, T, H, D)`.
         """
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        key, value, _ = self.update_cache(key, value, past_key_values)
         if self.max_logit is not None:
             self._measure_logits(query, key, attention_masks)
         mask = attention_masks[self.kind]
@@ -196,6 +195,17 @@ class HeadGroup(nn.Module):
     def dropout(self) -> float:
         """Probability of dropping an attention weight, now."""
         return self.config.attention_dropout if self.training else 0.0
+
+    def update_cache(
+        self, key: torch.Tensor, value: torch.Tensor, past_key_values: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Adds `(B, H_kv, T, D)` to this group's cache layer: keys and values to attend to, first one's position."""
+        if past_key_values is None:
+            return key, value, 0
+        length, offset = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
+        key, value = past_key_values.update(key, value, self.layer_idx)
+        # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than it announced.
+        return key[:, :, -length:], value[:, :, -length:], offset
 
     def _measure_logits(self, query: torch.Tensor, key: torch.Tensor, attention_masks: dict):
         mask = attention_masks[self.kind]
@@ -306,10 +316,7 @@ class LSGPTAttention(nn.Module):
         """
         weights, values, offsets = [], [], []
         for group, query, key, value in heads:
-            offset = 0
-            if past_key_values is not None:
-                _, offset = past_key_values.get_mask_sizes(query.shape[2], group.layer_idx)
-                key, value = past_key_values.update(key, value, group.layer_idx)
+            key, value, offset = group.update_cache(key, value, past_key_values)
             if group.max_logit is not None:
                 group._measure_logits(query, key, attention_masks)
             mask = attention_masks[group.kind]

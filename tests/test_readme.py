@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 def test_python_blocks(folder):
     blocks = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "push_to_hub" not in block]
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     for block in blocks:
         result = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True)
         assert result.returncode == 0, f"{block}\n{result.stderr}"
