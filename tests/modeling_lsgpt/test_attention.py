@@ -209,6 +209,18 @@ def test_all_global_and_wide_windows_are_plain_causal_attention(engine):
         torch.testing.assert_close(attention.attend(*qkv, masks)[0], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_a_query_that_sees_nothing_gets_zero(engine):
+    heads, length = (4, 2, 4), 60
+    attention, config = build(heads, engine, torch.float32)
+    mask = torch.ones(2, length)
+    mask[1, :15] = 0
+    masks = create_attention_masks(config, torch.empty(2, length, 0), mask)
+    output, _ = attention.attend(*random_qkv(2, heads, length, 20, torch.float32), masks)
+    assert not output[1, :15].any()
+    assert output[0].any(-1).all() and output[1, 15:].any(-1).all()
+
+
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operation makes, backward included."""
 
