@@ -115,6 +115,12 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             )
         return super()._sdpa_can_dispatch(is_init_check)
 
+    def _flash_attn_can_dispatch(self, *args, **kwargs) -> bool:
+        try:
+            return super()._flash_attn_can_dispatch(*args, **kwargs)
+        except ImportError as error:
+            raise ImportError(f'{error} Install it, or use attn_implementation="sdpa"') from error
+
 
 class LSGPTModel(LSGPTPreTrainedModel):
     """The decoder without a head: token ids to hidden states."""

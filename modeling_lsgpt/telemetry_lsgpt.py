@@ -131,7 +131,7 @@ def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
 
     ```python
     >>> from lsgpt import measure_max_logits
-    >>> measure_max_logits(model, **tokenizer("def ", return_tensors="pt")).max()
+    >>> measure_max_logits(model, **tokenizer("def", return_tensors="pt")).max()
     ```
     """
     recorder = MaxLogits(model)

@@ -39,7 +39,8 @@ class StopOnBadLossCallback(TrainerCallback):
     Ends the training when a loss is NaN or infinite, before the optimizer takes the step.
 
     The weights stay those of the last good step, and a checkpoint of them is saved. The message names the step and the
-    first layer with a NaN or an infinity in its output.
+    first layer with a NaN or an infinity in its output. The loss watched is the one that the model returns for its
+    labels; a `Trainer` that computes another one outside the model is left alone.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
@@ -61,7 +62,7 @@ class StopOnBadLossCallback(TrainerCallback):
         self._batches.clear()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        is_bad = torch.stack([~loss.isfinite() for _, loss in self._batches]).any()
+        is_bad = torch.tensor(any(not loss.isfinite() for _, loss in self._batches), device=args.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             flag = is_bad.float()
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)

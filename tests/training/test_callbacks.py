@@ -58,3 +58,11 @@ def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path
     saved = LSGPTForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in after_step[2].items())
     assert not model.model.layers[0].self_attn._forward_hooks  # it cleans up behind itself
+
+
+def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):
+    rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
+    args = TrainingArguments(tmp_path, max_steps=2, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[StopOnBadLossCallback()])
+    trainer.train()
+    assert trainer.state.global_step == 2
