@@ -110,8 +110,13 @@ def _generate(args: argparse.Namespace) -> int:
         model = AutoModelForCausalLM.from_pretrained(args.model, device_map="auto")
     except OSError as error:
         raise ValueError(f"cannot load a model and its tokenizer from {args.model!r}: {error}") from error
-    # To most tokenizers a space belongs to the word after it: after a lone one, hardly any word follows.
-    prompt = args.prompt.rstrip(" ") or args.prompt
+    prompt, options = args.prompt, {}
+    # To BPE tokenizers a space belongs to the word after it, and hardly any word follows a lone one: a space at the
+    # prompt's end is left to the continuation, which has to begin with it.
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    without_space = [i for i, token in enumerate(tokens) if not token.startswith(("Ġ", "▁"))]
+    if prompt[:-1].strip() and prompt.endswith(" ") and len(without_space) < len(tokens):
+        prompt, options["begin_suppress_tokens"] = prompt[:-1], without_space
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
@@ -125,13 +130,14 @@ def _generate(args: argparse.Namespace) -> int:
             )
     if args.seed is not None:
         set_seed(args.seed)
-    sampling = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
+    if not args.greedy:
+        options |= {"temperature": args.temperature, "top_k": args.top_k}
     model.generate(
         **inputs,
         max_new_tokens=args.max_new_tokens,
         do_sample=not args.greedy,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **sampling,
+        **options,
     )
     return 0
 

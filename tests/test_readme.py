@@ -44,3 +44,5 @@ def test_commands(folder, command):
     result = subprocess.run(command.replace("lsgpt", str(executable), 1), cwd=folder, shell=True, capture_output=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+    if "generate" in command:
+        assert result.stdout.startswith(b"def ")  # the prompt's own space, whatever token it belongs to
