@@ -3,7 +3,6 @@
 # ruff: noqa: PLC0415
 
 import argparse
-import json
 import os
 import sys
 
@@ -12,10 +11,12 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; returns the exit status: 0, or 2 for what the user got wrong."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train"]:
-        # Its fields are those of the training arguments: their parser takes over.
+        # Its fields are those of the training arguments, and their parser takes over.
         return _train(argv[1:])
-    args = _make_parser().parse_args(argv)
     try:
+        if argv[:1] == ["compare"]:
+            return _compare(argv[1:])
+        args = _make_parser().parse_args(argv)
         return args.run(args)
     except (ValueError, OSError) as error:
         return _fail(error)
@@ -31,6 +32,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "train",
         help="train a model from a recipe; without arguments a small one, here and now: "
         "lsgpt train [RECIPE] [--field value ...]",
+    )
+
+    commands.add_parser(
+        "compare",
+        help="train variants of a recipe with several seeds and compare them: "
+        "lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
     )
 
     text = "continue a text with a trained model, as it is written"
@@ -77,7 +84,7 @@ def _fail(error: Exception) -> int:
 
 def _train(argv: list[str]) -> int:
     from lsgpt.configuration import list_recipes
-    from lsgpt.training.arguments import make_parser, parse_arguments, resolve_recipe
+    from lsgpt.training.arguments import make_parser, parse_arguments
 
     parser = make_parser(
         prog="lsgpt train",
@@ -85,18 +92,41 @@ def _train(argv: list[str]) -> int:
         description="Train a model. RECIPE is a YAML file with values for the fields below, or the name of a shipped "
         f"one ({', '.join(list_recipes())}); fields on the command line replace the recipe's. Default: demo.",
     )
-    recipe, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("demo", argv)
     try:
-        arguments = parse_arguments(recipe, overrides, parser)
+        arguments = parse_arguments(*_split_recipe(argv), parser)
         # Later than the arguments, because a mistake there should not wait for these imports.
         from lsgpt.training.train import build_trainer, train
 
-        resolved = resolve_recipe(*arguments)
-        trainer = build_trainer(*arguments)
-    except (ValueError, OSError) as error:
+        trainer = build_trainer(arguments)
+    except (ValueError, OSError, ImportError) as error:
         return _fail(error)
-    train(trainer, resolved)
+    train(trainer, arguments)
     return 0
+
+
+def _compare(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lsgpt compare",
+        usage="lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
+        description="Train every arm, a named set of recipe fields, with every seed, and write one report. RECIPE and "
+        "fields are those of lsgpt train. Started again with the same arguments, it goes on where it was.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--arms", required=True, help="names from configuration/arms.yaml or ARMS_FILE, with commas")
+    parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")
+    parser.add_argument("--output_dir", help="default: runs/compare-NAME")
+    parser.add_argument("--arms_file", help="a YAML file with more arms")
+    recipe, argv = _split_recipe(argv)
+    args, fields = parser.parse_known_args(argv)
+
+    from lsgpt.training.compare import compare
+
+    compare(recipe, args.arms.split(","), args.seeds, args.output_dir, fields, args.arms_file)
+    return 0
+
+
+def _split_recipe(argv: list[str]) -> tuple[str | None, list[str]]:
+    return (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -143,60 +173,28 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from lsgpt.configuration import LSGPTConfig, list_presets, load_preset, suggest
+    from lsgpt.configuration import compare_costs, describe, list_presets, load_config, load_preset, suggest
 
     if args.model in list_presets():
         config = load_preset(args.model)
     elif os.path.isdir(args.model):
         _check_checkpoint(args.model)
-        with open(os.path.join(args.model, "config.json"), encoding="utf-8") as file:
-            model_type = json.load(file).get("model_type")
-        if model_type != LSGPTConfig.model_type:
-            raise ValueError(f"{args.model!r} must be an LSGPT checkpoint; its model type is {model_type!r}")
-        config = LSGPTConfig.from_pretrained(args.model)
+        config = load_config(args.model)
     else:
         raise ValueError(
             f"model must be a preset ({', '.join(list_presets())}) or a folder with a checkpoint; got {args.model!r}"
             f"{suggest(args.model, list_presets())}"
         )
     length = args.length or config.max_position_embeddings
-    mhsa = config.equal_mhsa()
-    counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
-    if len(set(counts)) == 1:
-        kinds = f"{counts[0]} global + {heads - counts[0]} local"
-    else:
-        kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
-    shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
-    rows = [
-        ("layers", config.num_hidden_layers),
-        ("hidden size", f"{config.hidden_size} (MLP {config.intermediate_size})"),
-        ("heads per layer", f"{kinds}, {config.head_dim} dimensions each{shared}"),
-        ("window", f"{config.sliding_window} tokens"),
-        ("positions", f"{config.position_embedding_type}, {config.max_position_embeddings:,}"),
-        ("vocabulary", f"{config.vocab_size:,}"),
-        ("parameters", _with_unit(config.num_parameters())),
-    ]
     print(args.model)
-    for name, value in rows:
+    for name, value in describe(config).items():
         print(f"  {name:<34}{value}")
     print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
-    for name, unit, ours, theirs in (
-        ("forward FLOPs per token", "", config.flops_per_token(length), mhsa.flops_per_token(length)),
-        ("KV cache in 16 bit, one sequence", "B", config.kv_cache_bytes(length), mhsa.kv_cache_bytes(length)),
-    ):
-        print(f"  {name:<34}{_with_unit(ours, unit):>10}{_with_unit(theirs, unit):>14}{ours / theirs:>9.1%}")
+    for name, (ours, theirs, ratio) in compare_costs(config, length).items():
+        print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
         print(f"\n  The model itself ends at {config.max_position_embeddings:,} learned positions.")
     return 0
-
-
-def _with_unit(value: float, unit: str = "") -> str:
-    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
-    prefixes = ["", "k", "M", "G", "T"]
-    while value >= 999.5 and len(prefixes) > 1:
-        value /= 1000
-        del prefixes[0]
-    return f"{value:.3g} {prefixes[0]}{unit}".strip()
 
 
 def _check_checkpoint(name: str):

@@ -25,7 +25,8 @@ def load_preset(name: str, **overrides) -> LSGPTConfig:
 
     Args:
         name: One of `list_presets()`.
-        **overrides: Fields of `LSGPTConfig` that replace the preset's.
+        **overrides: Fields of `LSGPTConfig` that replace the preset's. `num_global_heads="all"` is plain multi-head
+            attention.
 
     Raises:
         ValueError: An unknown preset or field, with the nearest known name; or values that no model can have.
@@ -34,15 +35,84 @@ def load_preset(name: str, **overrides) -> LSGPTConfig:
         raise ValueError(
             f"`preset` must be one of {', '.join(list_presets())}; got {name!r}{suggest(name, list_presets())}"
         )
+    return _build(json.loads((_FOLDER / "presets" / f"{name}.json").read_text(encoding="utf-8")), overrides)
+
+
+def load_config(name_or_path: str | Path, **overrides) -> LSGPTConfig:
+    """
+    The configuration of a checkpoint.
+
+    Args:
+        name_or_path: Its folder, or its name on the Hub.
+        **overrides: As of `load_preset`.
+
+    Raises:
+        ValueError: No such checkpoint, one of another kind of model, and as `load_preset`.
+    """
+    try:
+        values, _ = LSGPTConfig.get_config_dict(name_or_path)
+    except OSError as error:
+        raise ValueError(f"there is no checkpoint {str(name_or_path)!r}: {error}") from error
+    if values.get("model_type") != LSGPTConfig.model_type:
+        raise ValueError(
+            f"{str(name_or_path)!r} must be an LSGPT checkpoint; its model type is {values.get('model_type')!r}"
+        )
+    return _build(values, overrides)
+
+
+def _build(values: dict, overrides: dict) -> LSGPTConfig:
     fields = LSGPTConfig.__dataclass_fields__
     for field in overrides:
         if field not in fields:
             raise ValueError(f"LSGPTConfig has no field {field!r}{suggest(field, fields)}")
-    preset = json.loads((_FOLDER / "presets" / f"{name}.json").read_text(encoding="utf-8"))
+    values = {**values, **overrides}
+    if values.get("num_global_heads") == "all":
+        values["num_global_heads"] = values.get("num_attention_heads", LSGPTConfig.num_attention_heads)
     try:
-        return LSGPTConfig(**{**preset, **overrides})
+        return LSGPTConfig.from_dict(values)
     except StrictDataclassError as error:  # a value of the wrong type, and no ValueError
         raise ValueError(str(error.__cause__ or error)) from error
+
+
+def describe(config: LSGPTConfig) -> dict[str, str]:
+    """The shape and size of a model, in words to their values."""
+    counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
+    if len(set(counts)) == 1:
+        kinds = f"{counts[0]} global + {heads - counts[0]} local"
+    else:
+        kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
+    shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
+    return {
+        "layers": str(config.num_hidden_layers),
+        "hidden size": f"{config.hidden_size} (MLP {config.intermediate_size})",
+        "heads per layer": f"{kinds}, {config.head_dim} dimensions each{shared}",
+        "window": f"{config.sliding_window} tokens",
+        "positions": f"{config.position_embedding_type}, {config.max_position_embeddings:,}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "parameters": with_unit(config.num_parameters()),
+    }
+
+
+def compare_costs(config: LSGPTConfig, length: int) -> dict[str, tuple[str, str, str]]:
+    """What `length` tokens cost, beside the same model with all heads global: this model, that one, the ratio."""
+    mhsa = config.equal_mhsa()
+    costs = {
+        "forward FLOPs per token": ("", config.flops_per_token(length), mhsa.flops_per_token(length)),
+        "KV cache in 16 bit, one sequence": ("B", config.kv_cache_bytes(length), mhsa.kv_cache_bytes(length)),
+    }
+    return {
+        name: (with_unit(ours, unit), with_unit(theirs, unit), f"{ours / theirs:.1%}")
+        for name, (unit, ours, theirs) in costs.items()
+    }
+
+
+def with_unit(value: float, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}{unit}".strip()
 
 
 def list_recipes() -> list[str]:
@@ -68,13 +138,7 @@ def load_recipe(name_or_path: str | Path) -> dict:
                 f"recipe must be one of {', '.join(list_recipes())} or a YAML file; got {str(name_or_path)!r}"
                 f"{suggest(str(name_or_path), list_recipes())}"
             )
-    try:
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {file} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"recipe {file} must be a mapping from field names to values; got {type(recipe).__name__}")
-    return recipe
+    return _read_yaml_mapping(file, "recipe")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -83,4 +147,47 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-__all__ = ["LSGPTConfig", "list_presets", "list_recipes", "load_preset", "load_recipe", "suggest"]
+def load_arms(file: str | Path | None = None) -> dict[str, dict]:
+    """
+    The arms of comparisons: for each name the recipe fields that it replaces.
+
+    Args:
+        file: A YAML file with arms besides the shipped ones, which it may replace.
+
+    Raises:
+        ValueError: No such file, or one that is not a mapping from names to mappings.
+    """
+    arms = yaml.safe_load((_FOLDER / "arms.yaml").read_text(encoding="utf-8"))
+    if file is not None:
+        arms |= _read_yaml_mapping(Path(file), "arms")
+    for name, fields in arms.items():
+        if not isinstance(fields, dict):
+            raise ValueError(f"arm {name!r} must be a mapping from field names to values; got {fields!r}")
+    return arms
+
+
+def _read_yaml_mapping(file: Path, kind: str) -> dict:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{kind} {file} cannot be read: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{kind} {file} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{kind} {file} must be a mapping from names to values; got {type(content).__name__}")
+    return content
+
+
+__all__ = [
+    "LSGPTConfig",
+    "compare_costs",
+    "describe",
+    "list_presets",
+    "list_recipes",
+    "load_arms",
+    "load_config",
+    "load_preset",
+    "load_recipe",
+    "suggest",
+    "with_unit",
+]

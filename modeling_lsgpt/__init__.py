@@ -10,7 +10,7 @@ from .modeling_lsgpt import (
     LSGPTModel,
     LSGPTPreTrainedModel,
 )
-from .telemetry_lsgpt import MaxLogits, measure_max_logits
+from .telemetry_lsgpt import MaxLogits, attention_layers, measure_max_logits
 
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "LSGPTModel",
     "LSGPTPreTrainedModel",
     "MaxLogits",
+    "attention_layers",
     "create_attention_masks",
     "measure_max_logits",
 ]

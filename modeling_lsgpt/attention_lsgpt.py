@@ -144,6 +144,8 @@ class HeadGroup(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.softcap = config.attn_logit_softcapping
         self.is_causal = True
+        # Whether to compute in float32 under autocast and in half-precision models; a switch for comparisons.
+        self.in_float32 = False
         # Running maximum of each head's |logit|, `(H,)` in float32, while somebody measures; see `telemetry_lsgpt`.
         self.max_logit: torch.Tensor | None = None
 
@@ -170,6 +172,13 @@ class HeadGroup(nn.Module):
         if self.max_logit is not None:
             self._measure_logits(query, key, attention_masks)
         mask = attention_masks[self.kind]
+        if self.in_float32:
+            with torch.autocast(query.device.type, enabled=False):
+                output = self._attend(query.float(), key.float(), value.float(), mask, **kwargs)
+            return output.to(query.dtype)
+        return self._attend(query, key, value, mask, **kwargs)
+
+    def _attend(self, query, key, value, mask, **kwargs) -> torch.Tensor:
         if isinstance(mask, torch.Tensor) and mask.ndim == 5:
             return blocked_attention_forward(query, key, value, mask, self.scaling, self.dropout)
 

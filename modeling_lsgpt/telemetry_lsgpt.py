@@ -79,6 +79,15 @@ def max_logits(
     return result.flatten()
 
 
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The `LSGPTAttention`s of an LSGPT model, alone or wrapped, in order. Raises `ValueError` for other models."""
+    # By name, because a checkpoint's own code has classes of its own.
+    layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
+    if not layers:
+        raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")
+    return layers
+
+
 class MaxLogits:
     """
     Switches the measurement on and off in every attention layer of a model, and reads it.
@@ -88,10 +97,7 @@ class MaxLogits:
 
     def __init__(self, model: nn.Module):
         """Takes an LSGPT model, on its own or wrapped (DDP, PEFT, `torch.compile`). Raises `ValueError` for others."""
-        # By name, because a checkpoint's own code has classes of its own.
-        self.layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
-        if not self.layers:
-            raise ValueError(f"`model` must be an LSGPT model, to measure its logits; got {type(model).__name__}")
+        self.layers = attention_layers(model)
 
     def start(self):
         """Forgets earlier maxima and measures from now on."""

@@ -1,26 +1,55 @@
-"""Training with the stock `Trainer`: recipes, data, callbacks and reports, each of use alone in other scripts."""
+"""Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports, each of use alone elsewhere."""
 
-from .arguments import DataArguments, ModelArguments, make_parser, parse_arguments
-from .callbacks import MetricsFileCallback, StopOnBadLossCallback
-from .data import load_documents, pack, tokenize, train_tokenizer
+from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
+from .callbacks import (
+    MetricsFileCallback,
+    SaveOnSignalCallback,
+    StepTimerCallback,
+    StopAtStepCallback,
+    StopOnBadLossCallback,
+)
+from .compare import compare
+from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
+from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
+from .plots import plot_max_logits
 from .report import write_report
+from .stabilizers import STABILIZERS, adagc_optimizer, add_z_loss, attend_in_float32
 from .telemetry import LogitTelemetryCallback, qk_clip
 from .train import build_trainer, run
 
 
 __all__ = [
+    "STABILIZERS",
+    "Arguments",
+    "BitsPerByte",
     "DataArguments",
+    "LanguageModelingMetrics",
     "LogitTelemetryCallback",
+    "LossByPosition",
     "MetricsFileCallback",
     "ModelArguments",
+    "Perplexity",
+    "RunArguments",
+    "SaveOnSignalCallback",
+    "StepTimerCallback",
+    "StopAtStepCallback",
     "StopOnBadLossCallback",
+    "adagc_optimizer",
+    "add_z_loss",
+    "attend_in_float32",
     "build_trainer",
+    "collate_blocks",
+    "compare",
+    "count_bytes",
     "load_documents",
+    "load_tokenizer",
     "make_parser",
     "pack",
     "parse_arguments",
+    "plot_max_logits",
     "qk_clip",
     "run",
+    "token_losses",
     "tokenize",
     "train_tokenizer",
     "write_report",

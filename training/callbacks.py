@@ -1,6 +1,10 @@
 """Callbacks for any `transformers.Trainer`."""
 
 import json
+import math
+import signal
+import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -14,7 +18,8 @@ logger = logging.get_logger(__name__)
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line.
+    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line; numbers
+    that JSON does not have (NaN, infinities) are `null`. A run that resumes first drops the lines after its step.
 
     ```python
     >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
@@ -25,13 +30,105 @@ class MetricsFileCallback(TrainerCallback):
         """Writes to `file_name` inside the Trainer's `output_dir`."""
         self.file_name = file_name
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        path = Path(args.output_dir) / self.file_name
+        if state.is_world_process_zero and state.global_step > 0 and path.exists():
+            kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
+            path.write_text("".join(json.dumps(log) + "\n" for log in kept), encoding="utf-8")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
+        values = {"step": state.global_step, **(logs or {})}
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+            file.write(json.dumps(values) + "\n")
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The log events in a file of `MetricsFileCallback`; a last line that was cut off by a crash is left out."""
+    logs = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            logs.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return logs
+
+
+class StopAtStepCallback(TrainerCallback):
+    """Ends the training after a number of optimizer steps, while the learning-rate schedule reaches to `max_steps`."""
+
+    def __init__(self, step: int):
+        """Ends after optimizer step `step`, counted from 1."""
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+
+
+class SaveOnSignalCallback(TrainerCallback):
+    """
+    On SIGTERM, a cluster's notice that the job will end: finishes the step, saves a checkpoint, ends the training.
+
+    Unlike `TrainingArguments.enable_jit_checkpoint`, which waits for 3 seconds and lets every process decide for
+    itself, it acts at once and the processes agree on the step, so that sharded checkpoints are whole.
+    """
+
+    def __init__(self):
+        self.was_signalled = False
+        """Whether the signal came."""
+        self._previous_handler = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.was_signalled = False
+        self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        signal.signal(signal.SIGTERM, self._previous_handler)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.was_signalled = any_process(self.was_signalled, args.device)
+        if self.was_signalled:
+            logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
+            control.should_save = control.should_training_stop = True
+
+    def _remember(self, signal_number, frame):
+        self.was_signalled = True
+
+
+class StepTimerCallback(TrainerCallback):
+    """Times the optimizer steps, without evaluating, logging and saving."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        """Wall-clock time of each step so far."""
+        self._start = 0.0
+
+    @property
+    def median(self) -> float:
+        """Median seconds per step; the first three, which warm up, count only when there are no others."""
+        return statistics.median(self.seconds[3:] or self.seconds or [math.nan])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def any_process(value: bool, device: torch.device) -> bool:
+    """Whether `value` is true in any of the processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    flag = torch.tensor(float(value), device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return flag.item() > 0
 
 
 class StopOnBadLossCallback(TrainerCallback):
@@ -48,6 +145,8 @@ class StopOnBadLossCallback(TrainerCallback):
     """
 
     def __init__(self):
+        self.bad_step: int | None = None
+        """The step that was not taken, where there was one."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
         self._hook = None
 
@@ -62,13 +161,9 @@ class StopOnBadLossCallback(TrainerCallback):
         self._batches.clear()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        is_bad = torch.tensor(any(not loss.isfinite() for _, loss in self._batches), device=args.device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            flag = is_bad.float()
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            is_bad = flag > 0
-        if not is_bad:
+        if not any_process(any(not loss.isfinite() for _, loss in self._batches), args.device):
             return
+        self.bad_step = state.global_step + 1
         for parameter in model.parameters():
             parameter.grad = None  # optimizers pass over parameters without a gradient
         control.should_save = control.should_training_stop = True

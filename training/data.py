@@ -1,17 +1,30 @@
-"""Text to blocks of tokens, one function per step: load documents, train a tokenizer, tokenize and pack.
+"""Text to blocks of tokens, one function per step: load documents, get a tokenizer, tokenize, pack, collate.
 
-Documents are `datasets.Dataset`s with a column `text`, so that every step also takes data from elsewhere.
+Documents are rows of a `datasets` data set with a column `text`, so every step also takes data from elsewhere.
 """
 
 import hashlib
+import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+import torch
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    IterableDatasetDict,
+    Sequence,
+    Value,
+    load_dataset,
+)
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
 
 from lsgpt.configuration import suggest
 
@@ -35,26 +48,107 @@ _NOT_LIBRARY_SOURCE = {
 }
 _HELD_OUT_256THS = 13  # a twentieth
 
+STDLIB = "stdlib"
+_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of `datasets`
+_SPLIT_NAMES = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 
-def load_documents(dataset_name: str) -> DatasetDict:
+
+def load_documents(
+    dataset_name: str,
+    config_name: str | None = None,
+    text_column: str = "text",
+    validation_percentage: int = 5,
+    streaming: bool = False,
+) -> DatasetDict | IterableDatasetDict:
     """
     Loads the documents of a data set.
 
+    A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. Where there is none, a
+    share of the training documents is held out: every 20th for 5%; or the last 5% of the text of each document where
+    there are fewer of them.
+
     Args:
-        dataset_name: A key of `DATASETS`; `"stdlib"` is the source of Python's standard library.
+        dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
+            document each; `.jsonl` or `.json`; `.parquet`); or the name of a data set on the Hub.
+        config_name: Name of one of the data set's configurations, where it has several.
+        text_column: Column that holds the text.
+        validation_percentage: Share of the training documents to hold out, 1 to 50.
+        streaming: Reads while training instead of before, and stores nothing.
 
     Returns:
         The splits `train` and `validation`, with the column `text`.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: No such data set, no such column, no documents, or files of several kinds.
     """
-    if dataset_name not in DATASETS:
+    if not 1 <= validation_percentage <= 50:
+        raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
+    if dataset_name == STDLIB:
+        return load_stdlib()
+    is_local = Path(dataset_name).exists()
+    options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
+    try:
+        splits = load_dataset(**options, name=config_name, streaming=streaming)
+    except StopIteration as error:  # of the JSON reader
+        raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub"
+        hint = "" if is_local else suggest(dataset_name, [STDLIB]) or choices
+        raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
+    if "train" not in splits:
+        raise ValueError(f"`dataset_name` must have a split train; {dataset_name!r} has {', '.join(splits)}")
+    columns = splits["train"].column_names or list(next(iter(splits["train"]), {}))
+    if not columns:
+        raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty")
+    if text_column not in columns:
         raise ValueError(
-            f"`dataset_name` must be one of {', '.join(DATASETS)}; got {dataset_name!r}"
-            f"{suggest(dataset_name, DATASETS)}"
+            f"`text_column` must be one of the columns of {dataset_name!r} ({', '.join(columns)}); "
+            f"got {text_column!r}{suggest(text_column, columns)}"
         )
-    return DATASETS[dataset_name]()
+    for name, documents in splits.items():
+        documents = documents.select_columns(text_column)
+        splits[name] = documents if text_column == "text" else documents.rename_column(text_column, "text")
+        if not streaming and not any(splits[name]["text"]):
+            raise ValueError(f"`dataset_name` must have text; split {name} of {dataset_name!r} has none")
+    if "validation" not in splits:
+        splits["train"], splits["validation"] = _hold_out(splits["train"], validation_percentage)
+    return type(splits)({name: splits[name] for name in ("train", "validation")})
+
+
+def _local_files(path: Path) -> dict:
+    """The arguments of `load_dataset` for a file or a folder, whose other files are ignored."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    builders = {_BUILDERS[file.suffix] for file in files if file.suffix in _BUILDERS}
+    if len(builders) != 1:
+        found = f"files of several kinds ({', '.join(sorted(builders))})" if builders else "no such file"
+        raise ValueError(f"`dataset_name` must be or hold files of one of {', '.join(_BUILDERS)}; {path} has {found}")
+    splits = {}
+    for file in files:
+        if file.suffix in _BUILDERS:
+            words = set(re.split(r"[^a-z]+", file.relative_to(path).as_posix().lower()))
+            split = next((split for split, names in _SPLIT_NAMES.items() if names & words), "train")
+            splits.setdefault(split, []).append(str(file))
+    builder = builders.pop()
+    # A file of text is one document; `datasets` would take every line for one.
+    return {"path": builder, "data_files": splits, **({"sample_by": "document"} if builder == "text" else {})}
+
+
+def _hold_out(documents: Dataset | IterableDataset, percentage: int) -> tuple:
+    """Training and validation documents, see `load_documents`."""
+    every = round(100 / percentage)
+    if isinstance(documents, Dataset) and len(documents) < every:
+        cuts = [len(text) - max(len(text) * percentage // 100, 1) for text in documents["text"]]
+        parts = ([text[:cut] for text, cut in zip(documents["text"], cuts)], [])
+        parts[1].extend(text[cut:] for text, cut in zip(documents["text"], cuts))
+        return tuple(Dataset.from_dict({"text": part}) for part in parts)
+    return (
+        documents.filter(_is_at_multiple, with_indices=True, fn_kwargs={"of": every, "wanted": False}),
+        documents.filter(_is_at_multiple, with_indices=True, fn_kwargs={"of": every, "wanted": True}),
+    )
+
+
+def _is_at_multiple(row: dict, index: int, of: int, wanted: bool) -> bool:
+    return (index % of == of - 1) == wanted
 
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
@@ -93,73 +187,167 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
     return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
 
 
-DATASETS = {"stdlib": load_stdlib}
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def load_tokenizer(name: str, texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """
-    Trains a byte-level BPE tokenizer: every text has a tokenization, and decoding returns it unchanged.
+    Args:
+        name: `"bpe"` or `"unigram"` to train one, see `train_tokenizer`; or the name of one on the Hub, or its folder.
+        texts: The text to train on.
+        vocab_size: Number of tokens that the model has.
+
+    Raises:
+        ValueError: No such tokenizer, one with more tokens than the model, or without an end-of-text token.
+    """
+    if name in ALGORITHMS:
+        return train_tokenizer(texts, vocab_size, name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        choices = f"; it must be {', '.join(ALGORITHMS)}, a folder, or a tokenizer on the Hub"
+        raise ValueError(f"cannot load `tokenizer` {name!r}: {error}{suggest(name, ALGORITHMS) or choices}") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"`vocab_size` must be at least the {len(tokenizer)} tokens of the tokenizer {name!r}; got {vocab_size}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"`tokenizer` must have an end-of-text token (`eos_token`); {name!r} has none")
+    return tokenizer
+
+
+def first_characters(texts: Iterable[str], number: int) -> Iterator[str]:
+    """Texts until they have `number` characters, the last one cut."""
+    for text in texts:
+        yield text[:number]
+        number -= len(text)
+        if number <= 0:
+            return
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe") -> PreTrainedTokenizerFast:
+    """
+    Trains a tokenizer on bytes: every text has a tokenization, and decoding returns it unchanged.
 
     Args:
         texts: The training text.
         vocab_size: Number of tokens, the 256 bytes and two special tokens included.
+        algorithm: `"bpe"` (byte-pair encoding, as GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
+            arXiv:1804.10959; little text may give fewer tokens).
 
     Returns:
         The tokenizer, with `<|endoftext|>` as beginning and end of a text, and a padding token.
 
     Raises:
-        ValueError: A vocabulary too small for the bytes.
+        ValueError: A vocabulary too small for the bytes, or no such algorithm.
     """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"`algorithm` must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special_tokens = [END_OF_TEXT, PAD]
     smallest = len(alphabet) + len(special_tokens)
     if vocab_size < smallest:
         raise ValueError(f"`vocab_size` must be at least {smallest} (bytes and special tokens); got {vocab_size}")
-    tokenizer = Tokenizer(models.BPE())
+    model, trainer = ALGORITHMS[algorithm]
+    tokenizer = Tokenizer(model())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+    tokenizer.train_from_iterator(
+        texts,
+        trainer(vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False),
     )
-    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD
     )
 
 
-def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Maps the column `text` to `input_ids`, each document closed by the end-of-text token."""
-
-    def tokenize_batch(batch):
-        encoded = tokenizer(batch["text"], return_attention_mask=False, return_token_type_ids=False)
-        return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
-
-    return documents.map(
-        tokenize_batch, batched=True, batch_size=100, remove_columns=documents.column_names, desc="Tokenizing"
-    )
+ALGORITHMS = {
+    "bpe": (models.BPE, trainers.BpeTrainer),
+    "unigram": (models.Unigram, trainers.UnigramTrainer),
+}
 
 
-def pack(tokens: Dataset, block_size: int) -> Dataset:
+def tokenize(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
+) -> Dataset | IterableDataset:
+    """Maps the column `text` to `input_ids`, each document closed by the end-of-text token; `num_proc` processes."""
+    options = {"batched": True, "batch_size": 100, "remove_columns": documents.column_names}
+    options["fn_kwargs"] = {"tokenizer": tokenizer}
+    if isinstance(documents, Dataset):
+        options |= {"num_proc": num_proc, "desc": "Tokenizing"}
+        if getattr(tokenizer, "backend_tokenizer", None):
+            # Cached by what the tokenizer does. By default the folder that it was read from would count too.
+            content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
+            options["new_fingerprint"] = Hasher.hash(content)
+    return documents.map(_tokenize_batch, **options)
+
+
+def _tokenize_batch(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
+    # `verbose`: it would warn of texts longer than the model's positions, which the packing cuts.
+    encoded = tokenizer(batch["text"], return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
+
+
+def pack(
+    tokens: Dataset | IterableDataset, block_size: int, respect_boundaries: bool = False
+) -> Dataset | IterableDataset:
     """
-    Concatenates tokenized documents and cuts them into blocks that may cross from one document into the next.
+    Concatenates tokenized documents and cuts them into blocks.
 
     Args:
         tokens: Documents as `tokenize` returns them.
         block_size: Number of tokens in a block.
+        respect_boundaries: Whether attention and loss stay inside a document. The model is told by positions that
+            restart with each document, and with each block for a document that was cut.
 
     Returns:
-        Rows with `input_ids` of exactly `block_size` tokens. The tokens after the last full block are left out.
+        Rows with `input_ids` of exactly `block_size` tokens, and `position_ids` with `respect_boundaries`. The tokens
+        after the last full block are left out. Of the same kind as `tokens`.
 
     Raises:
         ValueError: Less than one block of tokens.
     """
+    names = ["input_ids", "position_ids"] if respect_boundaries else ["input_ids"]
+    options = {
+        "features": Features({name: Sequence(Value("int32")) for name in names}),
+        "gen_kwargs": {"tokens": tokens, "block_size": block_size, "respect_boundaries": respect_boundaries},
+    }
+    if isinstance(tokens, IterableDataset):
+        return IterableDataset.from_generator(_generate_blocks, **options)
+    num_tokens = 0
+    for document in tokens:
+        num_tokens += len(document["input_ids"])
+        if num_tokens >= block_size:
+            return Dataset.from_generator(_generate_blocks, **options)
+    raise ValueError(f"`block_size` must be at most the {num_tokens} tokens of the data; got {block_size}")
 
-    def pack_all(batch):
-        ids = np.concatenate(batch["input_ids"])
-        num_blocks = len(ids) // block_size
-        if num_blocks == 0:
-            raise ValueError(f"`block_size` must be at most the {len(ids)} tokens of the data; got {block_size}")
-        return {"input_ids": ids[: num_blocks * block_size].reshape(num_blocks, block_size)}
 
-    packed = tokens.with_format("numpy").map(pack_all, batched=True, batch_size=None, desc="Packing")
-    return packed.with_format(None)
+def _generate_blocks(tokens: Iterable[dict], block_size: int, respect_boundaries: bool) -> Iterator[dict]:
+    ids, is_start = np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
+    index = np.arange(block_size, dtype=np.int32)
+    for document in tokens:
+        new = np.asarray(document["input_ids"], dtype=np.int32)
+        ids = np.concatenate((ids, new))
+        is_start = np.concatenate((is_start, np.arange(len(new)) == 0))
+        for begin in range(0, len(ids) - block_size + 1, block_size):
+            block = {"input_ids": ids[begin : begin + block_size]}
+            if respect_boundaries:
+                starts = np.where(is_start[begin : begin + block_size], index, 0)
+                block["position_ids"] = index - np.maximum.accumulate(starts)
+            yield block
+        full = len(ids) // block_size * block_size
+        ids, is_start = ids[full:], is_start[full:]
+
+
+def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
+    """
+    The collator for rows of `pack`: stacks them and adds `labels`, `input_ids` with -100 at the first token of every
+    block and packed document, which nothing before it can predict.
+
+    ```python
+    >>> trainer = Trainer(model, args, train_dataset=pack(tokens, 512), data_collator=collate_blocks)
+    ```
+    """
+    batch = default_data_collator(blocks)
+    labels = batch["input_ids"].clone()
+    labels[:, 0] = -100
+    if "position_ids" in batch:
+        labels[batch["position_ids"] == 0] = -100
+    return {**batch, "labels": labels}

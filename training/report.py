@@ -1,38 +1,23 @@
 """The report of a training run: a Markdown page with its plots beside it."""
 
 import importlib.metadata
+import json
+import math
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 import torch
 import yaml
-from matplotlib.figure import Figure
+
+from lsgpt.configuration import LSGPTConfig, describe, with_unit
+
+from .plots import average_in_bins, plot_curves, plot_max_logits
 
 
 _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
-
-
-def plot_loss(log_history: list[dict], path: str | Path):
-    """
-    Draws training and evaluation loss over optimizer steps.
-
-    Args:
-        log_history: `trainer.state.log_history`.
-        path: The PNG file to write.
-    """
-    # A Figure of its own, without pyplot: no window, and the backend of the caller's plots stays as it is.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation (held-out text)", "o-")):
-        points = [(log["step"], log[key]) for log in log_history if key in log]
-        if points:
-            axes.plot(*zip(*points), style, label=label)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("cross-entropy (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def describe_environment() -> dict[str, str]:
@@ -46,38 +31,69 @@ def describe_environment() -> dict[str, str]:
     return {"hardware": device, "system": platform.system(), "Python": platform.python_version(), **versions}
 
 
+def peak_memory() -> int:
+    """The most memory in bytes that this process has held so far: on its GPU if it uses one, else in main memory."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in differs between systems
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_results(folder: Path, results: dict):
+    """Writes `results.json`; numbers that JSON does not have become `null`."""
+
+    def clean(value):
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    text = json.dumps({name: clean(value) for name, value in results.items()}, indent=2)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+
+
 def write_report(
-    folder: str | Path, recipe: dict, results: dict[str, str], log_history: list[dict], sample: str
+    folder: str | Path,
+    recipe: dict,
+    config: LSGPTConfig,
+    results: dict,
+    log_history: list[dict],
+    max_logits: torch.Tensor,
+    sample: str,
 ) -> Path:
     """
-    Writes `report.md` and `loss.png`.
+    Writes `report.md` and its plots.
 
     Args:
         folder: The run's folder.
         recipe: The resolved recipe.
-        results: Final figures by their names, formatted for reading.
+        config: The model's configuration.
+        results: What `lsgpt.training.train` returns.
         log_history: `trainer.state.log_history`.
+        max_logits: What `lsgpt.measure_max_logits` returns for the trained model.
         sample: Text that the trained model wrote.
 
     Returns:
         The path of the report.
     """
     folder = Path(folder)
-    plot_loss(log_history, folder / "loss.png")
+    plots = _draw(folder, recipe, config, results, log_history, max_logits)
     fence = "`" * 4
     report = f"""# {recipe["run_name"]}: training report
 
 ## Results
 
-{_table(results)}
+{table(format_results(results))}
 
-![Training and evaluation loss over optimizer steps](loss.png)
-
+{plots}
 ## A sample
 
 {fence}text
 {sample}
 {fence}
+
+## Model
+
+{table(describe(config))}
 
 ## Recipe
 
@@ -89,12 +105,65 @@ Repeat this run with `lsgpt train {folder / "recipe.yaml"}`.
 
 ## Environment
 
-{_table(describe_environment())}
+{table(describe_environment())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
     return path
 
 
-def _table(rows: dict[str, str]) -> str:
+def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
+    """Draws what there is to draw, and returns the Markdown that shows it."""
+    step = "optimizer step"
+    lines = []
+
+    def curves(file, title, keys, ylabel, **options):
+        points = {label: [points_of(log_history, key)] for key, label in keys.items()}
+        points = {label: lines for label, lines in points.items() if lines[0]}
+        if points:
+            plot_curves(folder / file, points, step, ylabel, **options)
+            lines.append(f"![{title}]({file})\n")
+
+    losses = {"loss": "training", "eval_loss": "evaluation (held-out text)"}
+    curves("loss.png", "Training and evaluation loss", losses, "cross-entropy (nats per token)")
+    perplexity = {"eval_perplexity": "evaluation (held-out text)"}
+    curves("perplexity.png", "Evaluation perplexity", perplexity, "perplexity per token", log_y=True)
+    kinds = {"max_logit_global": "global heads", "max_logit_local": "local heads"}
+    threshold = recipe["max_logit_threshold"]
+    curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=threshold)
+    plot_max_logits(max_logits, folder / "max_logits_by_head.png", config)
+    lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
+    by_position = {"evaluation (held-out text)": [average_in_bins(results["loss_by_position"])]}
+    context = "tokens of context"
+    plot_curves(folder / "loss_by_position.png", by_position, context, "cross-entropy (nats per token)", log_x=True)
+    lines.append("![Evaluation loss by position in the block: does context help?](loss_by_position.png)\n")
+    return "\n".join(lines)
+
+
+def points_of(log_history: list[dict], key: str) -> list[tuple[int, float]]:
+    """`(step, value)` of every log that has a number for `key`."""
+    return [(log["step"], log[key]) for log in log_history if log.get(key) is not None]
+
+
+def format_results(results: dict) -> dict[str, str]:
+    """Results for reading, with their units."""
+    rows = {
+        "status": results["status"],
+        "evaluation loss (nats per token)": f"{results['eval_loss']:.4f}",
+        "evaluation perplexity (per token)": f"{results['eval_perplexity']:.2f}",
+        "evaluation bits per byte": f"{results['eval_bits_per_byte']:.4f}",
+        "parameters": f"{results['parameters']:,}",
+        "optimizer steps": f"{results['step']:,} of {results['max_steps']:,}",
+        "training tokens": f"{results['tokens']:,}",
+        "training tokens per second (median step)": f"{results['tokens_per_second']:,.0f}",
+        "peak memory (process 0)": with_unit(results["peak_memory_bytes"], "B"),
+        "wall time of the training since its last start, evaluation included (s)": f"{results['train_seconds']:.1f}",
+    }
+    if results["max_logit"] is not None:
+        rows["largest attention logit seen in training"] = f"{results['max_logit']:.4g}"
+    return rows
+
+
+def table(rows: dict[str, str]) -> str:
+    """A Markdown table of names and values."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

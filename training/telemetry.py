@@ -26,7 +26,13 @@ class LogitTelemetryCallback(TrainerCallback):
     ```
     """
 
-    def __init__(self, every_n_steps: int = 50, threshold: float = 100.0, on_explosion: str = "warn"):
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        threshold: float = 100.0,
+        on_explosion: str = "warn",
+        log_every_n_steps: int | None = None,
+    ):
         """
         Args:
             every_n_steps: Measures the optimizer steps that are multiples of this.
@@ -34,12 +40,16 @@ class LogitTelemetryCallback(TrainerCallback):
             on_explosion: What to do then. `"warn"` says so; `"stop"` saves a checkpoint and ends the training;
                 `"clip"` scales the query and key weights of the head so that this batch would not pass the threshold
                 again (QK-clip).
+            log_every_n_steps: Logs measured steps that are multiples of this; all of them by default. QK-clip as
+                published acts on every step, which is more than a log should hold.
 
         Raises:
             ValueError: A value that cannot be.
         """
-        if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
+        log_every_n_steps = every_n_steps if log_every_n_steps is None else log_every_n_steps
+        for name, value in (("every_n_steps", every_n_steps), ("log_every_n_steps", log_every_n_steps)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1; got {value}")
         if threshold <= 0:
             raise ValueError(f"`threshold` must be positive; got {threshold}")
         if on_explosion not in ("warn", "stop", "clip"):
@@ -47,13 +57,14 @@ class LogitTelemetryCallback(TrainerCallback):
         self.every_n_steps = every_n_steps
         self.threshold = threshold
         self.on_explosion = on_explosion
+        self.log_every_n_steps = log_every_n_steps
         self._max_logits: MaxLogits | None = None
         self._metrics: dict[str, float] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._max_logits = MaxLogits(model)
-        if self.on_explosion == "clip" and model.config.qk_norm:
-            raise ValueError('`on_explosion` must not be "clip" with `qk_norm`: normalised queries ignore their scale')
+        if self.on_explosion == "clip":
+            self._check_clip(model)
         self._come_first()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -67,10 +78,18 @@ class LogitTelemetryCallback(TrainerCallback):
         self._max_logits.stop()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-        self._metrics = summarize_max_logits(maxima, model.config, self.threshold)
-        control.should_log = True
-        if self._metrics["heads_over_threshold"]:
-            self._act(maxima, state, control, model)
+        metrics = summarize_max_logits(maxima, model.config, self.threshold)
+        is_logged = state.global_step % self.log_every_n_steps == 0
+        if is_logged:
+            self._metrics = metrics
+            control.should_log = True
+        if metrics["heads_over_threshold"]:
+            if is_logged or self.on_explosion == "stop":
+                self._warn(maxima, metrics, state)
+            if self.on_explosion == "stop":
+                control.should_save = control.should_training_stop = True
+            elif self.on_explosion == "clip":
+                qk_clip(model, maxima, self.threshold)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is not None and self._metrics:
@@ -81,18 +100,23 @@ class LogitTelemetryCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._max_logits.stop()
 
-    def _act(self, maxima: torch.Tensor, state, control, model):
+    def _check_clip(self, model):
+        if model.config.qk_norm:
+            raise ValueError('`on_explosion` must not be "clip" with `qk_norm`: normalised queries ignore their scale')
+        projections = [p for layer in self._max_logits.layers for p in (layer.q_proj, layer.k_proj)]
+        if not all(projection.weight.requires_grad for projection in projections):
+            raise ValueError(
+                '`on_explosion` must not be "clip" with frozen query or key weights, such as LoRA\'s: it scales them'
+            )
+
+    def _warn(self, maxima: torch.Tensor, metrics: dict, state):
         layer, head = divmod(maxima.argmax().item(), maxima.shape[1])
         done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
         logger.warning(
-            f"step {state.global_step}: {int(self._metrics['heads_over_threshold'])} heads have logits over "
+            f"step {state.global_step}: {int(metrics['heads_over_threshold'])} heads have logits over "
             f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer}"
             f"{done[self.on_explosion]}"
         )
-        if self.on_explosion == "stop":
-            control.should_save = control.should_training_stop = True
-        elif self.on_explosion == "clip":
-            qk_clip(model, maxima, self.threshold)
 
     def _come_first(self):
         """

@@ -3,100 +3,207 @@
 import math
 from pathlib import Path
 
+import torch
 import yaml
+from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
+    TrainerCallback,
     set_seed,
 )
 
-from .arguments import DataArguments, ModelArguments, check_arguments, resolve_recipe
-from .callbacks import MetricsFileCallback
-from .data import load_documents, pack, tokenize, train_tokenizer
-from .report import write_report
+from lsgpt.configuration import LSGPTConfig
+from lsgpt.modeling_lsgpt import measure_max_logits
+
+from .arguments import Arguments, RunArguments, make_folder
+from .callbacks import (
+    MetricsFileCallback,
+    SaveOnSignalCallback,
+    StepTimerCallback,
+    StopAtStepCallback,
+    StopOnBadLossCallback,
+)
+from .data import ALGORITHMS, collate_blocks, first_characters, load_documents, load_tokenizer, pack, tokenize
+from .metrics import LanguageModelingMetrics, token_losses
+from .report import peak_memory, points_of, write_report, write_results
+from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
+from .telemetry import LogitTelemetryCallback
 
 
-def run(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Trainer:
+STREAM_BUFFER = 1000
+"""Blocks of a stream that are shuffled together."""
+
+
+def run(arguments: Arguments) -> Trainer:
     """
-    Trains a model and leaves everything about it in `training_args.output_dir`: the checkpoint with its code and
-    tokenizer, `metrics.jsonl`, `recipe.yaml`, `report.md` and `loss.png`.
+    Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
+    tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
 
     Returns:
         The trainer, with the trained model.
 
     Raises:
-        ValueError: Arguments that cannot be, see `check_arguments`.
+        ValueError: Arguments that cannot be, or data that does not fit them.
     """
-    recipe = resolve_recipe(model_args, data_args, training_args)
-    trainer = build_trainer(model_args, data_args, training_args)
-    train(trainer, recipe)
+    trainer = build_trainer(arguments)
+    train(trainer, arguments)
     return trainer
 
 
-def build_trainer(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Trainer:
+def build_trainer(arguments: Arguments) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
-    check_arguments(model_args, data_args, training_args)
-    set_seed(training_args.seed)
-    config = model_args.build_config()
-    print(f"Reading {data_args.dataset_name} and training a tokenizer of {config.vocab_size:,} tokens", flush=True)
-    documents = load_documents(data_args.dataset_name)
-    tokenizer = train_tokenizer(documents["train"]["text"], config.vocab_size)
-    blocks = {split: pack(tokenize(texts, tokenizer), data_args.block_size) for split, texts in documents.items()}
+    args, stabilizers = arguments.training, arguments.run.stabilizers
+    if args.process_index == 0:
+        make_folder(arguments)
+    set_seed(args.seed)
+    config = arguments.build_config()
+    with args.main_process_first(desc="tokenizing"):  # the other processes find everything in its cache
+        tokenizer, blocks = load_blocks(arguments, config)
 
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, token, getattr(tokenizer, token))
-    model = AutoModelForCausalLM.from_config(config)
-    print(
-        f"Training {model.num_parameters() / 1e6:.1f}M parameters on {len(blocks['train']):,} blocks of "
-        f"{data_args.block_size} tokens; everything goes to {training_args.output_dir}",
-        flush=True,
-    )
+    model = build_model(arguments, config, tokenizer)
+    if "z-loss" in stabilizers:
+        add_z_loss(model, stabilizers["z-loss"])
+    if "fp32-attention" in stabilizers:
+        attend_in_float32(model)
+    optimizer = None
+    if "adagc" in stabilizers:
+        args.max_grad_norm = 0.0  # AdaGC takes the place of clipping by the global norm
+        optimizer = adagc_optimizer(args, stabilizers["adagc"])
+    if args.process_index == 0:
+        size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
+        print(
+            f"Training {model.num_parameters() / 1e6:.1f}M parameters on {size} of {arguments.data.block_size} "
+            f"tokens; everything goes to {args.output_dir}",
+            flush=True,
+        )
     return Trainer(
         model=model,
-        args=training_args,
+        args=args,
         train_dataset=blocks["train"],
         eval_dataset=blocks["validation"],
         processing_class=tokenizer,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        callbacks=[MetricsFileCallback()],
+        data_collator=collate_blocks,
+        compute_metrics=LanguageModelingMetrics(tokenizer),
+        preprocess_logits_for_metrics=token_losses,
+        callbacks=_callbacks(arguments.run),
+        optimizer_cls_and_kwargs=optimizer,
     )
 
 
-def train(trainer: Trainer, recipe: dict):
-    """Trains, evaluates, saves, reports, and shows what to do next; `recipe` as from `resolve_recipe`."""
-    model, prompt = trainer.model, recipe["prompt"]
-    folder = Path(trainer.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+def load_blocks(
+    arguments: Arguments, config: LSGPTConfig
+) -> tuple[PreTrainedTokenizerBase, dict[str, Dataset | IterableDataset]]:
+    """The tokenizer, and the packed blocks of the splits `train` and `validation`."""
+    data, args = arguments.data, arguments.training
+    documents = load_documents(
+        data.dataset_name,
+        data.dataset_config_name,
+        data.text_column,
+        data.validation_split_percentage,
+        data.streaming,
+    )
+    name = args.resume_from_checkpoint or arguments.model.model_name_or_path or data.tokenizer
+    if name in ALGORITHMS:
+        if args.local_process_index == 0:
+            print(f"Training a tokenizer of {config.vocab_size:,} tokens on {data.dataset_name}", flush=True)
+            texts = (document["text"] for document in documents["train"])
+            texts = first_characters(texts, data.max_tokenizer_characters)
+            load_tokenizer(name, texts, config.vocab_size).save_pretrained(args.output_dir)
+        name = args.output_dir
+    tokenizer = load_tokenizer(str(name), (), config.vocab_size)
 
-    speed = trainer.train().metrics
-    history = trainer.state.log_history
-    evaluations = [log for log in history if "eval_loss" in log and log["step"] == trainer.state.global_step]
-    eval_loss = (evaluations or [trainer.evaluate()])[-1]["eval_loss"]
-    perplexity = math.exp(eval_loss) if eval_loss < 700 else math.inf
-    trainer.log({"eval_perplexity": perplexity})
+    blocks = {}
+    for split, texts in documents.items():
+        tokens = tokenize(texts, tokenizer, data.preprocessing_num_workers)
+        blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
+    if data.streaming:
+        blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)
+    if data.max_eval_blocks:
+        blocks["validation"] = blocks["validation"].take(
+            data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
+        )
+    return tokenizer, blocks
+
+
+def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model with new weights, or the checkpoint to fine-tune, in float32."""
+    engine = arguments.model.attn_implementation
+    if engine is None:
+        soft_caps = "flex_attention" if torch.cuda.is_available() else "eager"
+        engine = "sdpa" if config.attn_logit_softcapping is None else soft_caps
+    if arguments.model.model_name_or_path:
+        return AutoModelForCausalLM.from_pretrained(
+            arguments.model.model_name_or_path, config=config, attn_implementation=engine, dtype=torch.float32
+        )
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(tokenizer, token))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=engine)
+
+
+def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
+    callbacks = [StopOnBadLossCallback(), SaveOnSignalCallback(), StepTimerCallback(), MetricsFileCallback()]
+    every_n_steps = run_args.max_logit_every_n_steps
+    if "qk-clip" in run_args.stabilizers:
+        clip_at = run_args.stabilizers["qk-clip"]
+        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps or 50))
+    elif every_n_steps:
+        callbacks.append(LogitTelemetryCallback(every_n_steps, run_args.max_logit_threshold, run_args.on_explosion))
+    if run_args.stop_at_step:
+        callbacks.append(StopAtStepCallback(run_args.stop_at_step))
+    return callbacks
+
+
+def _callback(trainer: Trainer, callback_type: type) -> TrainerCallback:
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type))
+
+
+def train(trainer: Trainer, arguments: Arguments) -> dict | None:
+    """
+    Trains, evaluates, saves, reports, and shows what to do next.
+
+    Returns:
+        The results, as they are in `results.json`; `None` in processes other than the main one, and after SIGTERM,
+        which ends the run with a checkpoint.
+    """
+    args = trainer.args
+    folder = Path(args.output_dir)
+    is_main = trainer.is_world_process_zero()
+    if is_main:
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
+
+    seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
+    if _callback(trainer, SaveOnSignalCallback).was_signalled:
+        if is_main:
+            print(f"Saved step {trainer.state.global_step}. Go on with: lsgpt train --resume_from_checkpoint {folder}")
+        return None
+    last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
+    if last_log.get("step") != trainer.state.global_step or trainer.compute_metrics.loss_by_position is None:
+        last_log = trainer.evaluate()
     trainer.save_model()
+    if not is_main:
+        return None
 
+    results = _collect_results(trainer, arguments, last_log, seconds)
+    # Read back: that works however the weights were spread over processes, and shows that the checkpoint loads.
+    model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
+    inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
+    max_logits = measure_max_logits(model, **inputs)
+    prompt = arguments.data.prompt
     sample = generate_sample(model, trainer.processing_class, prompt)
-    tokens_per_second = speed["train_samples_per_second"] * recipe["block_size"]
-    results = {
-        "evaluation loss (nats per token)": f"{eval_loss:.4f}",
-        "evaluation perplexity": f"{perplexity:.2f}",
-        "parameters": f"{model.num_parameters():,}",
-        "optimizer steps": f"{trainer.state.global_step:,}",
-        "training time, evaluation included (s)": f"{speed['train_runtime']:.1f}",
-        "training tokens per second": f"{tokens_per_second:,.0f}",
-    }
-    report = write_report(folder, recipe, results, history, sample)
+    history = trainer.state.log_history
+    report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
+    write_results(folder, results)  # last: it marks the run as complete
     print(f"""
-Evaluation loss {eval_loss:.3f}, perplexity {perplexity:.1f}. The model continues {prompt!r}:
+Evaluation loss {results["eval_loss"]:.3f}, perplexity {results["eval_perplexity"]:.1f}.
+The model continues {prompt!r}:
 
 {sample}
 
 Next:
-  {report} (the loss curve and every setting)
+  {report} (curves, settings, versions)
   lsgpt generate {folder} {prompt!r}
   lsgpt info {folder}
 
@@ -104,6 +211,36 @@ Next:
   from transformers import AutoModelForCausalLM, AutoTokenizer
   model = AutoModelForCausalLM.from_pretrained("{folder}")
   tokenizer = AutoTokenizer.from_pretrained("{folder}")""")
+    return results
+
+
+def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
+    args, state = trainer.args, trainer.state
+    bad_step = _callback(trainer, StopOnBadLossCallback).bad_step
+    perplexity = evaluation["eval_perplexity"]
+    blocks_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens_per_step = blocks_per_step * arguments.data.block_size
+    return {
+        "status": "finished" if bad_step is None else f"diverged at step {bad_step}",
+        # `eval_loss` of the Trainer is a mean over batches, this one over tokens.
+        "eval_loss": math.log(perplexity),
+        "eval_perplexity": perplexity,
+        "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
+        "max_logit": max((value for _, value in points_of(state.log_history, "max_logit")), default=None),
+        "parameters": trainer.model.config.num_parameters(),
+        "step": state.global_step,
+        "max_steps": state.max_steps,
+        "tokens": state.global_step * tokens_per_step,
+        "tokens_per_second": tokens_per_step / _callback(trainer, StepTimerCallback).median,
+        "peak_memory_bytes": peak_memory(),
+        "train_seconds": seconds,
+        "loss_by_position": trainer.compute_metrics.loss_by_position.tolist(),
+    }
+
+
+def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The first block of the evaluation data."""
+    return collate_blocks(list(trainer.eval_dataset.take(1)))
 
 
 def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:

@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import yaml
 from transformers import TrainingArguments
 
+from lsgpt.configuration import list_recipes
 from lsgpt.training import parse_arguments
-from lsgpt.training.arguments import free_folder, resolve_recipe
+from lsgpt.training.arguments import free_folder, make_folder
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +21,9 @@ def write_recipe(tmp_path, text):
 
 
 def test_demo_recipe():
-    model_args, data_args, training_args = parse_arguments()
+    model_args, data_args, run_args, training_args, _ = parse_arguments()
     assert model_args.preset == "demo"
+    assert run_args.max_logit_every_n_steps == 50
     assert data_args.dataset_name == "stdlib"
     assert type(training_args) is TrainingArguments
     assert training_args.report_to == []
@@ -28,7 +32,7 @@ def test_demo_recipe():
 
 def test_command_line_overrides_recipe(tmp_path):
     recipe = write_recipe(tmp_path, "learning_rate: 3e-4\nmax_steps: 7\nblock_size: 64\n")
-    _, data_args, training_args = parse_arguments(
+    _, data_args, _, training_args, _ = parse_arguments(
         recipe, ["--max_steps", "9", "--config_overrides", "{qk_norm: true}"]
     )
     assert training_args.learning_rate == 3e-4
@@ -39,10 +43,12 @@ def test_command_line_overrides_recipe(tmp_path):
 
 def test_config_overrides_change_the_model(tmp_path):
     recipe = write_recipe(tmp_path, "config_overrides: {num_hidden_layers: 5}\n")
-    assert parse_arguments(recipe)[0].build_config().num_hidden_layers == 5
-    model_args, *_ = parse_arguments(recipe, ["--config_overrides", '{"qk_norm": true}'])
-    assert model_args.build_config().qk_norm
-    assert model_args.build_config().num_hidden_layers != 5
+    assert parse_arguments(recipe).build_config().num_hidden_layers == 5
+    config = parse_arguments(recipe, ["--config_overrides", '{"qk_norm": true}']).build_config()
+    assert config.qk_norm
+    assert config.num_hidden_layers != 5
+    config = parse_arguments("demo", ["--config_overrides", "{num_global_heads: all}"]).build_config()
+    assert config.num_global_heads_per_layer == [config.num_attention_heads] * config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,15 @@ def test_config_overrides_change_the_model(tmp_path):
         ("preset: dem", [], "did you mean 'demo'"),
         ("config_overrides: {hiden_size: 3}", [], "no field 'hiden_size'; did you mean 'hidden_size'"),
         ("config_overrides: hidden_size=3", [], "`config_overrides` must be a mapping"),
+        ("streaming: true\nmax_steps: -1", [], "`max_steps` must be set with `streaming`"),
+        ("max_eval_blocks: 0", [], "`max_eval_blocks` must be at least 1; got 0"),
+        ("stop_at_step: 0", [], "`stop_at_step` must be at least 1; got 0"),
+        ("max_logit_threshold: 0", [], "`threshold` must be positive"),
+        ("on_explosion: panic", [], "`on_explosion` must be one of warn, stop, clip"),
+        ("stabilizers: [qk_norm]", [], "did you mean 'qk-norm'"),
+        ("stabilizers: [qk-norm, qk-clip]", [], "QK-clip must not be combined with QK-norm"),
+        ("on_explosion: clip\nconfig_overrides: {qk_norm: true}", [], "QK-clip must not be combined with QK-norm"),
+        ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
     ],
 )
 def test_mistakes_are_explained(tmp_path, recipe, overrides, message):
@@ -67,17 +82,18 @@ def test_mistakes_are_explained(tmp_path, recipe, overrides, message):
         parse_arguments(write_recipe(tmp_path, recipe), overrides)
 
 
-def test_resolved_recipe_round_trips(tmp_path):
+def test_recipe_of_a_run_repeats_it(tmp_path):
     overrides = ["--config_overrides", "{sliding_window: 20}", "--learning_rate", "3e-5", "--seed", "7"]
-    arguments = parse_arguments("demo", [*overrides, "--lr_scheduler_kwargs", '{"num_cycles": 0.4}'])
-    resolved = resolve_recipe(*arguments)
-    assert "output_dir" not in resolved
+    overrides += ["--stabilizers", "z-loss", "--lr_scheduler_kwargs", '{"num_cycles": 0.4}']
+    arguments = parse_arguments("demo", overrides)
+    assert arguments.recipe["learning_rate"] == 3e-5
+    assert not {"output_dir", "resume_from_checkpoint", "remove_unused_columns"} & set(arguments.recipe)
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(resolved))
+    path.write_text(yaml.safe_dump(arguments.recipe))
     again = parse_arguments(path)
-    assert again[:2] == arguments[:2]
-    assert again[2].to_dict() == arguments[2].to_dict()
-    assert resolve_recipe(*again) == resolved
+    assert again[:3] == arguments[:3]
+    assert again.training.to_dict() == arguments.training.to_dict()
+    assert again.recipe == arguments.recipe == parse_arguments(arguments.recipe).recipe
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -88,5 +104,79 @@ def test_nothing_is_overwritten(tmp_path):
         assert free_folder(tmp_path / "run") == taken  # an empty folder is free
         (taken / "report.md").touch()
         assert free_folder(tmp_path / "run") == tmp_path / expected
-    with pytest.raises(ValueError, match="`output_dir` must be a new or an empty folder"):
-        parse_arguments("demo", ["--output_dir", str(tmp_path / "run")])
+    with pytest.raises(
+        ValueError, match=r"`output_dir` must be a new or an empty folder.*To go on with the run in it"
+    ):
+        make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", Path("/proc/run")):  # not even root writes there
+        with pytest.raises(ValueError, match="`output_dir` must be a folder that can be written"):
+            make_folder(parse_arguments("demo", ["--output_dir", str(folder)]))
+    with pytest.raises(ValueError, match="`output_dir` must be a folder; got"):
+        make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "file")]))
+
+
+def test_disk_without_room_for_the_checkpoints(tmp_path):
+    huge = ["--config_overrides", "{hidden_size: 1200000, intermediate_size: 10000000}", "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"room for the checkpoints, [\d,.]+ GB; .* has [\d,.]+ GB"):
+        make_folder(parse_arguments("demo", huge))
+
+
+def write_checkpoint(folder, state):
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(state)
+
+
+def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tmp_path):
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint-9", "{}")
+    write_checkpoint(run / "checkpoint-10", "{}")
+    write_checkpoint(run / "checkpoint-11", '{"global_st')  # the run was killed while it wrote this
+    (run / "checkpoint-12").mkdir()
+    (run / "recipe.yaml").write_text("max_steps: 17\n")
+    arguments = parse_arguments(None, ["--resume_from_checkpoint", str(run)])
+    assert arguments.training.resume_from_checkpoint == str(run / "checkpoint-10")
+    assert arguments.training.output_dir == str(run)
+    assert arguments.training.max_steps == 17
+    make_folder(arguments)  # content is no error now
+    arguments = parse_arguments("demo", ["--resume_from_checkpoint", str(run / "checkpoint-9"), "--output_dir", "x"])
+    assert arguments.training.resume_from_checkpoint == str(run / "checkpoint-9")
+    assert arguments.training.output_dir == "x"
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be or hold a complete checkpoint; got"):
+        parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes(name, tiny_model, tmp_path):
+    overrides = ["--use_cpu", "true"]
+    if name == "finetune":
+        with pytest.raises(ValueError, match="`model_name_or_path` must be set for the recipe finetune"):
+            parse_arguments(name, overrides)
+        tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "checkpoint")
+        overrides += ["--model_name_or_path", str(tmp_path / "checkpoint")]
+    arguments = parse_arguments(name, overrides)
+    assert arguments.data.block_size <= arguments.build_config().max_position_embeddings
+
+
+@pytest.mark.parametrize("name", ["paper-v1", "paper-12l"])
+def test_recipes_of_the_paper(name):
+    """The values of arXiv:2505.15548's experiments, as its author's scripts have them."""
+    _, data, run, args, _ = arguments = parse_arguments(name, ["--use_cpu", "true"])
+    config = arguments.build_config()
+    assert data.dataset_name == "emozilla/pg19" and config.vocab_size == 10_000 and not data.respect_boundaries
+    assert data.block_size * args.per_device_train_batch_size * args.gradient_accumulation_steps == 524_288
+    assert (args.learning_rate, args.warmup_steps, args.max_steps, run.stop_at_step) == (6e-4, 2000, 600_000, 50_000)
+    assert args.lr_scheduler_kwargs == {"min_lr": 6e-5} and args.lr_scheduler_type == "cosine_with_min_lr"
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
+    assert args.bf16 and args.torch_compile
+    shape = config.num_hidden_layers, config.num_attention_heads, config.head_dim, config.hidden_size
+    window = config.num_global_heads, config.sliding_window, data.block_size
+    assert (*shape, *window) == {
+        "paper-v1": (6, 6, 32, 192, 1, 50, 2048),
+        "paper-12l": (12, 12, 64, 768, 1, 100, 8192),
+    }[name]
+    assert not config.tie_word_embeddings and not config.use_bias and config.position_embedding_type == "learned"
+    assert config.attention_dropout == config.resid_dropout == config.embd_dropout == 0.0

@@ -56,8 +56,10 @@ def test_library_without_source_is_an_error(tmp_path):
 
 
 def test_unknown_dataset_is_an_error():
-    with pytest.raises(ValueError, match="`dataset_name` must be one of stdlib; got 'stdlb'; did you mean 'stdlib'"):
+    with pytest.raises(ValueError, match=r"cannot load `dataset_name` 'stdlb': .*; did you mean 'stdlib'\?"):
         load_documents("stdlb")
+    with pytest.raises(ValueError, match="it must be stdlib, a file, a folder, or a data set on the Hub"):
+        load_documents("./nowhere")
 
 
 def test_tokenizer_is_lossless_and_repeatable(documents, tokenizer, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from reference import visible_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -216,6 +217,19 @@ def test_clip_during_training(tiny_model, tmp_path):
     assert maxima[0] > 100 and maxima[-1] < 25  # other batches than those that were clipped may pass a little
     with pytest.raises(ValueError, match="qk_norm"):
         train(tiny_model(qk_norm=True), tmp_path, callback)
+    adapted = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="frozen"):
+        train(adapted, tmp_path, callback)
+
+
+def test_measuring_more_often_than_logging(tiny_model, tmp_path):
+    """As QK-clip wants it: every step is clipped, few are logged."""
+    callback = LogitTelemetryCallback(every_n_steps=1, threshold=20, on_explosion="clip", log_every_n_steps=3)
+    model = exploding(tiny_model).train()
+    trainer = train(model, tmp_path, callback, learning_rate=0.0)
+    maxima = {log["step"]: log["max_logit"] for log in trainer.state.log_history if "max_logit" in log}
+    assert list(maxima) == [3, 6]
+    assert all(value < 25 for value in maxima.values())  # the first two steps were clipped, and not logged
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""What `LogitTelemetryCallback` costs in training, on the CPU: `python -m lsgpt.benchmarks.telemetry`.
+
+`Trainer` runs on the same random tokens, with and without the callback in turn. Before anything is timed, the logged
+maxima are compared with those over full score matrices, and the losses with and without the callback bit by bit.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from lsgpt import LSGPTForCausalLM
+from lsgpt.configuration import load_preset
+from lsgpt.modeling_lsgpt import LOCAL
+from lsgpt.training import LogitTelemetryCallback
+
+
+RESULTS = Path(__file__).parent / "results" / "telemetry.json"
+LIMIT = 1.03
+"""Largest acceptable ratio of training times, with the callback to without."""
+
+
+class StepTimes(TrainerCallback):
+    """
+    Seconds of each step, from its beginning to the beginning of the next one, or to the end of the training.
+
+    A step's own end would come too early: the `Trainer` logs after it, and the callback is the reason for logging. The
+    `Trainer`'s `train_runtime` begins too early, with the making of data loaders and optimizer.
+    """
+
+    def __init__(self):
+        self._marks = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._marks.append(time.perf_counter())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """One number per step; they add up to the time of the training."""
+        return [end - begin for begin, end in zip(self._marks, self._marks[1:])]
+
+
+def train(options: argparse.Namespace, steps: int, every_n_steps: int | None, brute_force: bool = False) -> dict:
+    """
+    One training of a new model, the same each time but for the callback.
+
+    Args:
+        options: What the command line says.
+        steps: Number of optimizer steps.
+        every_n_steps: The callback's; `None` for a training without it.
+        brute_force: Whether to compute the largest logits of each step's batch from full score matrices as well.
+
+    Returns:
+        The `seconds` and `losses` of the steps, the figures `logged` by the callback last, and with `brute_force` the
+        same figures of the last step, `expected`.
+    """
+    torch.manual_seed(0)
+    config = load_preset(options.preset)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    rows = torch.randint(config.vocab_size, (steps * options.batch_size, options.length)).tolist()
+    losses, expected = [], {}
+    model.register_forward_hook(lambda model, inputs, output: losses.append(output.loss.item()))
+    if brute_force:
+        watch_scores(model, expected)
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=options.batch_size,
+            logging_strategy="no",  # so that the callback pays for the log that it asks for
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            callbacks=[times] if every_n_steps is None else [times, LogitTelemetryCallback(every_n_steps)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logged = [log for log in trainer.state.log_history if "max_logit" in log]
+    return {"seconds": times.seconds, "losses": losses, "logged": logged[-1] if logged else {}, "expected": expected}
+
+
+def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
+    """Keeps the largest logit of each layer's global and local heads in the last batch, under the names of the log."""
+
+    def watch(name):
+        def record(group, inputs):
+            query, key = (x.detach() for x in inputs[:2])
+            position = torch.arange(query.shape[2])
+            distance = position[:, None] - position
+            window = group.sliding_window or len(position)
+            scores = query @ key.repeat_interleave(group.num_key_value_groups, dim=1).mT * query.shape[-1] ** -0.5
+            expected[name] = (scores.abs() * ((distance >= 0) & (distance < window))).max().item()
+
+        return record
+
+    for number, layer in enumerate(model.model.layers):
+        for group in layer.self_attn.head_groups:
+            kind = "local" if group.kind == LOCAL else "global"
+            group.register_forward_pre_hook(watch(f"max_logit/layer_{number}/{kind}"))
+
+
+def check(options: argparse.Namespace):
+    """
+    The correctness gate, a short training without and one with the callback; it also warms the process up.
+
+    Raises:
+        RuntimeError: A logged maximum is not that of the batch, or the callback changes a loss.
+    """
+    steps = min(options.steps, 3)
+    without = train(options, steps, None)
+    measured = train(options, steps, steps, brute_force=True)
+    expected = {**measured["expected"], "max_logit": max(measured["expected"].values())}
+    for name, value in expected.items():
+        logged = measured["logged"].get(name)
+        if logged is None or abs(logged - value) > 1e-5 * value:
+            raise RuntimeError(f"`{name}` of the batch is {value}, but {logged} was logged")
+    compare_losses(without, measured)
+    print(f"checked: {len(expected)} maxima of a batch, and the losses of {steps} steps with and without the callback")
+
+
+def compare_losses(without: dict, measured: dict):
+    """Raises `RuntimeError` unless two trainings have the same losses, bit by bit."""
+    if without["losses"] != measured["losses"]:
+        raise RuntimeError(f"the callback changes the losses {without['losses']} to {measured['losses']}")
+
+
+def summarize(rounds: list[dict], every_n_steps: int) -> dict:
+    """
+    What the rounds amount to.
+
+    Args:
+        rounds: For each, `seconds_without` and `seconds_with`, the seconds of all steps of the two trainings.
+        every_n_steps: Which steps of the second training were measured.
+
+    Returns:
+        `ratios` of the training times and their `median_ratio`; the median seconds of measured and other steps of the
+        trainings with the callback; and `implied_ratio`, 1 plus the additional share of time of a measured step
+        divided by `every_n_steps`.
+    """
+    ratios = [sum(row["seconds_with"]) / sum(row["seconds_without"]) for row in rounds]
+    steps = [step for row in rounds for step in enumerate(row["seconds_with"], start=1)]
+    measured = statistics.median(seconds for step, seconds in steps if step % every_n_steps == 0)
+    other = statistics.median(seconds for step, seconds in steps if step % every_n_steps != 0)
+    return {
+        "ratios": ratios,
+        "median_ratio": statistics.median(ratios),
+        "measured_step_seconds": measured,
+        "other_step_seconds": other,
+        "measured_step_ratio": measured / other,
+        "implied_ratio": 1 + (measured / other - 1) / every_n_steps,
+    }
+
+
+def processor() -> str:
+    """Name of the CPU, where the system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main(arguments: list[str] | None = None):
+    """Checks, measures every round, prints the times and ratios and writes them to a JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each training")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings without and with the callback")
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048, help="tokens in a row")
+    parser.add_argument("--every_n_steps", type=int, default=50, help="the callback's")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--preset", default="paper-v1")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if not 2 <= options.every_n_steps <= options.steps:
+        parser.error(f"--every_n_steps must be between 2 and --steps ({options.steps}); got {options.every_n_steps}")
+    torch.set_num_threads(options.threads)
+
+    check(options)
+    rounds = []
+    print(f"{'round':>5} {'without':>10} {'with':>10} {'ratio':>8}")
+    for number in range(options.rounds):
+        order = [None, options.every_n_steps] if number % 2 == 0 else [options.every_n_steps, None]
+        runs = {every_n_steps: train(options, options.steps, every_n_steps) for every_n_steps in order}
+        without, measured = runs[None], runs[options.every_n_steps]
+        compare_losses(without, measured)
+        rounds.append({"seconds_without": without["seconds"], "seconds_with": measured["seconds"]})
+        totals = [sum(seconds) for seconds in rounds[-1].values()]
+        print(f"{number + 1:5d} {totals[0]:8.2f} s {totals[1]:8.2f} s {totals[1] / totals[0]:8.4f}", flush=True)
+
+    summary = summarize(rounds, options.every_n_steps)
+    ratios = summary["ratios"]
+    print(
+        f"training time, with / without: median {summary['median_ratio']:.4f} ({min(ratios):.4f} to "
+        f"{max(ratios):.4f}), {'at most' if summary['median_ratio'] <= LIMIT else 'MORE THAN'} {LIMIT}\n"
+        f"measured steps take {summary['measured_step_seconds']:.3f} s, the others "
+        f"{summary['other_step_seconds']:.3f} s: {summary['measured_step_ratio']:.3f} times as long, which implies "
+        f"{summary['implied_ratio']:.5f} with one step in {options.every_n_steps}"
+    )
+
+    settings = {name: value for name, value in vars(options).items() if name != "output"}
+    result = {
+        "command": " ".join(
+            ["python -m lsgpt.benchmarks.telemetry", *(f"--{name} {value}" for name, value in settings.items())]
+        ),
+        "settings": {**settings, "engine": "sdpa", "dtype": "float32"},
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "system": platform.system(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        **summary,
+        "rounds": rounds,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

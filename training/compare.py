@@ -1,0 +1,235 @@
+"""Comparisons: every arm (a named set of recipe fields) with every seed, and one report."""
+
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from lsgpt.configuration import load_arms, suggest, with_unit
+
+from .arguments import find_checkpoint, parse_arguments
+from .callbacks import read_metrics
+from .plots import average_in_bins, plot_curves
+from .report import describe_environment, points_of, table
+from .stabilizers import read_stabilizers
+
+
+def compare(
+    recipe: str | Path | None,
+    arms: Sequence[str],
+    num_seeds: int = 3,
+    output_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    arms_file: str | Path | None = None,
+) -> Path:
+    """
+    Trains every arm with every seed, and writes `report.md` with a table and plots.
+
+    Each run is an `lsgpt train` in a process of its own, so that its peak memory is its own. Started again, a
+    comparison goes on where it was: finished runs are kept, one with a checkpoint resumes, others start anew. More
+    arms and seeds may be added.
+
+    Args:
+        recipe: The recipe that all arms share: a shipped name or a YAML file; `demo` by default.
+        arms: Names of arms, shipped (`configuration/arms.yaml`) or of `arms_file`.
+        num_seeds: Number of seeds; they count up from the recipe's.
+        output_dir: Where everything goes; `runs/compare-NAME` by default.
+        overrides: Command-line fields that replace the recipe's in all arms.
+        arms_file: A YAML file with more arms.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: Unknown names, impossible values, or a folder with another comparison; before the first run.
+        ChildProcessError: A run failed; the message names the file with its output.
+    """
+    if num_seeds < 1:
+        raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
+    base = parse_arguments(recipe, overrides).recipe
+    recipes = {arm: resolve_arm(base, arm, arms_file) for arm in arms}
+    folder = Path(output_dir or Path("runs") / f"compare-{base['run_name']}")
+    _write_recipes(folder, recipes)
+
+    seeds = [base["seed"] + i for i in range(num_seeds)]
+    runs = [(arm, seed) for seed in seeds for arm in recipes]
+    for number, (arm, seed) in enumerate(runs, start=1):
+        print(f"[{number}/{len(runs)}] {arm}, seed {seed}: ", end="", flush=True)
+        start = time.perf_counter()
+        results = _run(folder, arm, seed)
+        minutes = (time.perf_counter() - start) / 60
+        print(f"{results['status']}, perplexity {results['eval_perplexity'] or float('nan'):.2f} ({minutes:.1f} min)")
+    report = write_comparison(folder, base, recipes, seeds)
+    print(f"\n{report}")
+    return report
+
+
+def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> dict:
+    """
+    The recipe of an arm: the arm's `config_overrides` and `stabilizers` join those of `base`, other fields replace
+    them. Raises `ValueError` for an unknown arm, and for a recipe that `parse_arguments` would not take.
+    """
+    arms = load_arms(arms_file)
+    if arm not in arms:
+        raise ValueError(f"`--arms` must be of {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
+    fields = arms[arm]
+    merged = {**base, **fields, "run_name": arm}
+    merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
+    merged["stabilizers"] = {**base["stabilizers"], **read_stabilizers(fields.get("stabilizers"))}
+    return parse_arguments(merged).recipe
+
+
+def _write_recipes(folder: Path, recipes: dict[str, dict]):
+    """Writes `ARM/recipe.yaml`. Raises `ValueError` where another one is already there."""
+    for arm, recipe in recipes.items():
+        file = folder / arm / "recipe.yaml"
+        text = yaml.safe_dump(recipe, sort_keys=False)
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"`--output_dir` must be new, or hold the same comparison; {file} has other values for this arm"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def _run(folder: Path, arm: str, seed: int) -> dict:
+    """The results of a run, which is made, or made to its end, if it has none yet."""
+    run_folder, log = folder / arm / f"seed-{seed}", folder / arm / f"seed-{seed}.log"
+    results = run_folder / "results.json"
+    if not results.exists():
+        command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
+        command += ["--seed", str(seed), "--output_dir", run_folder]
+        try:
+            command += ["--resume_from_checkpoint", find_checkpoint(run_folder)]
+        except ValueError:  # nothing that could be gone on with
+            shutil.rmtree(run_folder, ignore_errors=True)
+        with log.open("a", encoding="utf-8") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            # The run saves a checkpoint when it is told to end.
+            previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+            try:
+                status = process.wait()
+            finally:
+                signal.signal(signal.SIGTERM, previous)
+        if status != 0 or not results.exists():
+            raise ChildProcessError(
+                f"{arm} with seed {seed} ended with status {status} and without results; its output is in {log}. "
+                "The same command goes on with it"
+            )
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], seeds: Sequence[int]) -> Path:
+    """
+    Writes `report.md`, `results.json` and plots from the results of all runs in `folder`.
+
+    Args:
+        folder: The comparison's folder, with a run in each `ARM/seed-SEED`.
+        base: The recipe that the arms share.
+        recipes: The recipe of each arm.
+        seeds: The seeds of each arm.
+
+    Returns:
+        The path of the report.
+    """
+    folder = Path(folder)
+    results, logs = {}, {}
+    for arm in recipes:
+        runs = [folder / arm / f"seed-{seed}" for seed in seeds]
+        results[arm] = [json.loads((run / "results.json").read_text(encoding="utf-8")) for run in runs]
+        logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+    step, loss = "optimizer step", "cross-entropy (nats per token)"
+    plots = []
+
+    def draw(file, title, curves, xlabel, ylabel, **options):
+        if any(points for lines in curves.values() for points in lines):
+            plot_curves(folder / file, curves, xlabel, ylabel, **options)
+            plots.append(f"![{title}]({file})\n")
+
+    for file, key, title, ylabel, options in (
+        ("loss.png", "loss", "Training loss", loss, {}),
+        ("perplexity.png", "eval_perplexity", "Evaluation perplexity", "perplexity per token", {"log_y": True}),
+        (
+            "max_logits.png",
+            "max_logit",
+            "Largest attention logits",
+            "largest |logit|",
+            {"log_y": True, "threshold": base["max_logit_threshold"]},
+        ),
+    ):
+        curves = {arm: [points_of(history, key) for history in histories] for arm, histories in logs.items()}
+        draw(file, title, curves, step, ylabel, **options)
+    curves = {
+        arm: [average_in_bins([float("nan") if x is None else x for x in run["loss_by_position"]]) for run in runs]
+        for arm, runs in results.items()
+    }
+    draw("loss_by_position.png", "Loss by position", curves, "tokens of context", loss, log_x=True)
+
+    differences = {
+        arm: {name: value for name, value in recipe.items() if value != base.get(name) and name != "run_name"}
+        for arm, recipe in recipes.items()
+    }
+    newline = "\n"
+    report = f"""# Comparison: {base["run_name"]}
+
+{len(recipes)} arms, {len(seeds)} seeds each ({", ".join(map(str, seeds))}). Mean ± sample standard deviation over the
+seeds whose run finished; the largest logit is that of all measured steps; speed is the median over the steps.
+
+{_results_table(results)}
+
+{newline.join(plots)}
+## What differs between the arms
+
+```yaml
+{yaml.safe_dump(differences, sort_keys=False).strip()}
+```
+
+## Recipe
+
+```yaml
+{yaml.safe_dump(base, sort_keys=False).strip()}
+```
+
+## Environment
+
+{table(describe_environment())}
+"""
+    path = folder / "report.md"
+    path.write_text(report, encoding="utf-8")
+    return path
+
+
+def _results_table(results: dict[str, list[dict]]) -> str:
+    columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
+    rows = [columns, ["---"] * len(columns)]
+    for arm, runs in results.items():
+        finished = [run for run in runs if run["status"] == "finished"]
+        rows.append(
+            [
+                arm,
+                _mean_and_deviation(finished, "eval_perplexity", 2),
+                _mean_and_deviation(finished, "eval_bits_per_byte", 4),
+                _mean_and_deviation(runs, "max_logit", 1),
+                f"{statistics.median(run['tokens_per_second'] for run in runs):,.0f}",
+                with_unit(max(run["peak_memory_bytes"] for run in runs), "B"),
+                f"{len(runs) - len(finished)} of {len(runs)}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _mean_and_deviation(runs: list[dict], key: str, digits: int) -> str:
+    values = [run[key] for run in runs if run[key] is not None]
+    if not values:
+        return "-"
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"

@@ -1,0 +1,121 @@
+"""Other people's remedies against exploding logits and loss spikes, to compare Long Short-attention with.
+
+A recipe names them in `stabilizers`. Each function here is also of use alone, in a script with a stock `Trainer`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from lsgpt.configuration import suggest
+from lsgpt.modeling_lsgpt import attention_layers
+
+
+class Stabilizer(NamedTuple):
+    """The published default of a method, what it is a value of, and where it comes from."""
+
+    default: float | bool
+    meaning: str
+    source: str
+
+
+STABILIZERS = {
+    "qk-norm": Stabilizer(True, "RMSNorm of every query and key before the rotary embedding", "arXiv:2309.14322"),
+    "softcap": Stabilizer(50.0, "bound c of the attention logits, c * tanh(logits / c)", "Gemma 2, arXiv:2408.00118"),
+    "z-loss": Stabilizer(1e-4, "weight of the squared log-partition of the output logits", "PaLM, arXiv:2204.02311"),
+    "qk-clip": Stabilizer(100.0, "largest attention logit allowed", "MuonClip, arXiv:2507.20534"),
+    "adagc": Stabilizer(1.05, "largest gradient norm of a tensor over its running mean", "arXiv:2502.11034"),
+    "fp32-attention": Stabilizer(True, "attention in float32 under autocast", "arXiv:2405.02803"),
+}
+
+
+def read_stabilizers(value: str | list | dict | None) -> dict[str, float | bool]:
+    """
+    What a recipe's `stabilizers` amounts to: `"z-loss,qk-clip"`, a list of names, or names with values;
+    `true` stands for the published default.
+
+    Raises:
+        ValueError: An unknown name, or a value that is no positive number.
+    """
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, dict):
+        value = dict.fromkeys(value or [], True)
+    result = {}
+    for name, setting in value.items():
+        if name not in STABILIZERS:
+            known = ", ".join(STABILIZERS)
+            raise ValueError(f"`stabilizers` must be of {known}; got {name!r}{suggest(str(name), STABILIZERS)}")
+        default = STABILIZERS[name].default
+        if setting is True:
+            result[name] = default
+        elif setting is not False:
+            try:
+                number = float(setting)  # YAML reads 1e-3 as a string
+            except (TypeError, ValueError):
+                number = 0.0
+            if default is True or not 0 < number < math.inf:
+                rule = "true or false" if default is True else "a positive number, true or false"
+                raise ValueError(f"`stabilizers` must have {rule} for {name}; got {setting!r}")
+            result[name] = number
+    return result
+
+
+def config_fields(stabilizers: dict[str, float | bool]) -> dict:
+    """The fields of `LSGPTConfig` that QK-norm and soft-capping are."""
+    fields = {"qk_norm": stabilizers.get("qk-norm"), "attn_logit_softcapping": stabilizers.get("softcap")}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def add_z_loss(model: PreTrainedModel, weight: float = STABILIZERS["z-loss"].default):
+    """
+    Adds `weight * mean(logsumexp(logits) ** 2)` over the predicted tokens to the loss that the model is trained with.
+
+    The loss without gradients, as in evaluation, stays the cross-entropy.
+    """
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+        loss = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, **kwargs)
+        if not torch.is_grad_enabled():
+            return loss
+        predicted = labels[:, 1:] != -100
+        log_partition = logits[:, :-1].float().logsumexp(dim=-1)[predicted]
+        count = predicted.sum() if num_items_in_batch is None else num_items_in_batch
+        return loss + weight * log_partition.square().sum() / count
+
+    model.loss_function = loss_function
+
+
+def attend_in_float32(model: nn.Module):
+    """
+    Lets every attention layer compute logits, softmax and weighted sums in float32, whatever autocast says.
+
+    Raises:
+        ValueError: `model` is no LSGPT model.
+    """
+    for layer in attention_layers(model):
+        for group in layer.head_groups:
+            group.in_float32 = True
+
+
+def adagc_optimizer(args: TrainingArguments, lambda_rel: float = STABILIZERS["adagc"].default) -> tuple[type, dict]:
+    """
+    AdamW with adaptive gradient clipping (AdaGC), for `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`: the
+    gradient of a tensor is scaled down to `lambda_rel` times the running mean of its norm.
+
+    It replaces clipping by the global norm: set `args.max_grad_norm` to 0. Learning rate, betas and epsilon are those
+    of `args`, the rest are AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
+
+    Raises:
+        ImportError: The package `pytorch_optimizer` is not installed.
+    """
+    try:
+        from pytorch_optimizer import AdaGC  # noqa: PLC0415 (optional)
+    except ImportError as error:
+        raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer") from error
+    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return AdaGC, {**kwargs, "lambda_rel": lambda_rel}
