@@ -14,11 +14,13 @@ import yaml
 
 from lsgpt.configuration import load_arms, suggest, with_unit
 
-from .arguments import find_checkpoint, parse_arguments
+from .arguments import Arguments, find_checkpoint, parse_arguments
 from .callbacks import read_metrics
+from .data import ALGORITHMS
 from .plots import average_in_bins, plot_curves
 from .report import describe_environment, points_of, table
 from .stabilizers import read_stabilizers
+from .train import load_texts, make_tokenizer
 
 
 def compare(
@@ -32,7 +34,8 @@ def compare(
     """
     Trains every arm with every seed, and writes `report.md` with a table and plots.
 
-    Each run is an `lsgpt train` in a process of its own, so that its peak memory is its own. Started again, a
+    Each run is an `lsgpt train` in a process of its own, so that its peak memory is its own. A tokenizer to train is
+    trained once, for all of them that keep the recipe's choice and vocabulary size. Started again, a
     comparison goes on where it was: finished runs are kept, one with a checkpoint resumes, others start anew. More
     arms and seeds may be added.
 
@@ -53,27 +56,39 @@ def compare(
     """
     if num_seeds < 1:
         raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
-    base = parse_arguments(recipe, overrides).recipe
-    recipes = {arm: resolve_arm(base, arm, arms_file) for arm in arms}
-    folder = Path(output_dir or Path("runs") / f"compare-{base['run_name']}")
+    base = parse_arguments(recipe, overrides)
+    arguments = {arm: resolve_arm(base.recipe, arm, arms_file) for arm in arms}
+    recipes = {arm: arm_arguments.recipe for arm, arm_arguments in arguments.items()}
+    folder = Path(output_dir or Path("runs") / f"compare-{base.recipe['run_name']}")
     _write_recipes(folder, recipes)
+    trained = _trained_tokenizer(base)
+    if trained and not (folder / "tokenizer").exists():
+        make_tokenizer(base.data, base.build_config(), load_texts(base.data), folder / "tokenizer")
 
-    seeds = [base["seed"] + i for i in range(num_seeds)]
-    runs = [(arm, seed) for seed in seeds for arm in recipes]
+    seeds = [base.training.seed + i for i in range(num_seeds)]
+    runs = [(arm, seed) for seed in seeds for arm in arguments]
     for number, (arm, seed) in enumerate(runs, start=1):
         print(f"[{number}/{len(runs)}] {arm}, seed {seed}: ", end="", flush=True)
         start = time.perf_counter()
-        results = _run(folder, arm, seed)
+        shares_tokenizer = trained and _trained_tokenizer(arguments[arm]) == trained
+        results = _run(folder, arm, seed, folder / "tokenizer" if shares_tokenizer else None)
         minutes = (time.perf_counter() - start) / 60
         print(f"{results['status']}, perplexity {results['eval_perplexity'] or float('nan'):.2f} ({minutes:.1f} min)")
-    report = write_comparison(folder, base, recipes, seeds)
+    report = write_comparison(folder, base.recipe, recipes, seeds)
     print(f"\n{report}")
     return report
 
 
-def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> dict:
+def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
+    """Algorithm and size of the tokenizer that a run trains, if it does."""
+    if arguments.model.model_name_or_path or arguments.data.tokenizer not in ALGORITHMS:
+        return None
+    return arguments.data.tokenizer, arguments.build_config().vocab_size
+
+
+def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
     """
-    The recipe of an arm: the arm's `config_overrides` and `stabilizers` join those of `base`, other fields replace
+    The arguments of an arm: the arm's `config_overrides` and `stabilizers` join those of `base`, other fields replace
     them. Raises `ValueError` for an unknown arm, and for a recipe that `parse_arguments` would not take.
     """
     arms = load_arms(arms_file)
@@ -83,7 +98,7 @@ def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> di
     merged = {**base, **fields, "run_name": arm}
     merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
     merged["stabilizers"] = {**base["stabilizers"], **read_stabilizers(fields.get("stabilizers"))}
-    return parse_arguments(merged).recipe
+    return parse_arguments(merged)
 
 
 def _write_recipes(folder: Path, recipes: dict[str, dict]):
@@ -99,13 +114,14 @@ def _write_recipes(folder: Path, recipes: dict[str, dict]):
         file.write_text(text, encoding="utf-8")
 
 
-def _run(folder: Path, arm: str, seed: int) -> dict:
+def _run(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> dict:
     """The results of a run, which is made, or made to its end, if it has none yet."""
     run_folder, log = folder / arm / f"seed-{seed}", folder / arm / f"seed-{seed}.log"
     results = run_folder / "results.json"
     if not results.exists():
         command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
         command += ["--seed", str(seed), "--output_dir", run_folder]
+        command += ["--tokenizer", tokenizer] if tokenizer else []
         try:
             command += ["--resume_from_checkpoint", find_checkpoint(run_folder)]
         except ValueError:  # nothing that could be gone on with

@@ -187,18 +187,15 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
     return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
 
 
-def load_tokenizer(name: str, texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """
     Args:
-        name: `"bpe"` or `"unigram"` to train one, see `train_tokenizer`; or the name of one on the Hub, or its folder.
-        texts: The text to train on.
+        name: A tokenizer's name on the Hub, or its folder.
         vocab_size: Number of tokens that the model has.
 
     Raises:
         ValueError: No such tokenizer, one with more tokens than the model, or without an end-of-text token.
     """
-    if name in ALGORITHMS:
-        return train_tokenizer(texts, vocab_size, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -230,7 +227,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
         texts: The training text.
         vocab_size: Number of tokens, the 256 bytes and two special tokens included.
         algorithm: `"bpe"` (byte-pair encoding, as GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
-            arXiv:1804.10959; little text may give fewer tokens).
+            arXiv:1804.10959; little text may give fewer tokens, and equal text another numbering).
 
     Returns:
         The tokenizer, with `<|endoftext|>` as beginning and end of a text, and a padding token.
@@ -345,7 +342,8 @@ def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
     >>> trainer = Trainer(model, args, train_dataset=pack(tokens, 512), data_collator=collate_blocks)
     ```
     """
-    batch = default_data_collator(blocks)
+    # Streams come as 32-bit arrays, stored blocks as lists.
+    batch = {name: values.long() for name, values in default_data_collator(blocks).items()}
     labels = batch["input_ids"].clone()
     labels[:, 0] = -100
     if "position_ids" in batch:

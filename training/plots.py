@@ -53,7 +53,7 @@ def plot_curves(
 def average_in_bins(loss_by_position: Sequence[float], num_bins: int = 40) -> list[tuple[float, float]]:
     """Means over bins of positions that widen geometrically: `(context length in tokens, loss)`."""
     losses = np.array(loss_by_position, dtype=float)
-    edges = np.unique(np.geomspace(1, len(losses) + 1, num_bins + 1).astype(int))
+    edges = np.unique(np.geomspace(1, len(losses) + 1, num_bins + 1).round().astype(int))
     bins = [(np.arange(begin, end).mean(), losses[begin - 1 : end - 1]) for begin, end in pairwise(edges)]
     return [(float(x), float(np.nanmean(part))) for x, part in bins if np.isfinite(part).any()]
 

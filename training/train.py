@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -18,7 +18,7 @@ from transformers import (
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.modeling_lsgpt import measure_max_logits
 
-from .arguments import Arguments, RunArguments, make_folder
+from .arguments import Arguments, DataArguments, RunArguments, make_folder
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
@@ -26,7 +26,16 @@ from .callbacks import (
     StopAtStepCallback,
     StopOnBadLossCallback,
 )
-from .data import ALGORITHMS, collate_blocks, first_characters, load_documents, load_tokenizer, pack, tokenize
+from .data import (
+    ALGORITHMS,
+    collate_blocks,
+    first_characters,
+    load_documents,
+    load_tokenizer,
+    pack,
+    tokenize,
+    train_tokenizer,
+)
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import peak_memory, points_of, write_report, write_results
 from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
@@ -98,22 +107,13 @@ def load_blocks(
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Dataset | IterableDataset]]:
     """The tokenizer, and the packed blocks of the splits `train` and `validation`."""
     data, args = arguments.data, arguments.training
-    documents = load_documents(
-        data.dataset_name,
-        data.dataset_config_name,
-        data.text_column,
-        data.validation_split_percentage,
-        data.streaming,
-    )
+    documents = load_texts(data)
     name = args.resume_from_checkpoint or arguments.model.model_name_or_path or data.tokenizer
     if name in ALGORITHMS:
         if args.local_process_index == 0:
-            print(f"Training a tokenizer of {config.vocab_size:,} tokens on {data.dataset_name}", flush=True)
-            texts = (document["text"] for document in documents["train"])
-            texts = first_characters(texts, data.max_tokenizer_characters)
-            load_tokenizer(name, texts, config.vocab_size).save_pretrained(args.output_dir)
+            make_tokenizer(data, config, documents, args.output_dir)
         name = args.output_dir
-    tokenizer = load_tokenizer(str(name), (), config.vocab_size)
+    tokenizer = load_tokenizer(str(name), config.vocab_size)
 
     blocks = {}
     for split, texts in documents.items():
@@ -126,6 +126,27 @@ def load_blocks(
             data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
         )
     return tokenizer, blocks
+
+
+def load_texts(data: DataArguments) -> DatasetDict | IterableDatasetDict:
+    """The documents of the splits `train` and `validation`."""
+    return load_documents(
+        data.dataset_name,
+        data.dataset_config_name,
+        data.text_column,
+        data.validation_split_percentage,
+        data.streaming,
+    )
+
+
+def make_tokenizer(
+    data: DataArguments, config: LSGPTConfig, documents: DatasetDict | IterableDatasetDict, folder: str
+):
+    """Trains the tokenizer that `data` asks for, and saves it in `folder`."""
+    print(f"Training a tokenizer of {config.vocab_size:,} tokens on {data.dataset_name}", flush=True)
+    texts = (document["text"] for document in documents["train"])
+    texts = first_characters(texts, data.max_tokenizer_characters)
+    train_tokenizer(texts, config.vocab_size, data.tokenizer).save_pretrained(folder)
 
 
 def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -192,7 +213,8 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
     max_logits = measure_max_logits(model, **inputs)
     prompt = arguments.data.prompt
-    sample = generate_sample(model, trainer.processing_class, prompt)
+    finished = results["status"] == "finished"
+    sample = generate_sample(model, trainer.processing_class, prompt) if finished else results["status"]
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
     write_results(folder, results)  # last: it marks the run as complete

@@ -1,12 +1,21 @@
 import json
 import logging
+import os
+import signal
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training import MetricsFileCallback, StopOnBadLossCallback
+from lsgpt.training import (
+    MetricsFileCallback,
+    SaveOnSignalCallback,
+    StepTimerCallback,
+    StopAtStepCallback,
+    StopOnBadLossCallback,
+)
+from lsgpt.training.callbacks import read_metrics
 
 
 def test_metrics_file_holds_the_log_history(tmp_path):
@@ -22,6 +31,50 @@ def test_metrics_file_holds_the_log_history(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == trainer.state.log_history
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+
+
+def test_metrics_file_of_a_run_that_resumes(tmp_path):
+    """Lines after the step that it resumes from are dropped, and a line that a crash cut off; NaN becomes null."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 2, "loss": 1.0}\n{"step": 4, "loss": 2.0}\n{"step": 6, "lo')
+    callback, args, state = MetricsFileCallback(), TrainingArguments(tmp_path, use_cpu=True), TrainerState()
+    callback.on_train_begin(args, state, None)
+    assert "lo" in file.read_text().splitlines()[-1]  # a new run touches nothing
+    state.global_step = 2
+    callback.on_train_begin(args, state, None)
+    callback.on_log(args, state, None, logs={"loss": float("nan"), "norm": float("inf"), "epoch": 1.0})
+    assert read_metrics(file) == [{"step": 2, "loss": 1.0}, {"step": 2, "loss": None, "norm": None, "epoch": 1.0}]
+
+
+def test_stopping_at_a_step_leaves_the_schedule_alone(tiny_model, tmp_path):
+    rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
+    args = TrainingArguments(tmp_path, max_steps=8, logging_steps=1, lr_scheduler_type="linear", use_cpu=True)
+    timer = StepTimerCallback()
+    trainer = Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[StopAtStepCallback(4), timer])
+    trainer.train()
+    assert trainer.state.global_step == 4
+    rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
+    assert rates == pytest.approx([5e-5 * (8 - i) / 8 for i in range(4)])
+    assert len(timer.seconds) == 4 and 0 < timer.median == timer.seconds[3]
+
+
+def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path):
+    rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
+    args = TrainingArguments(tmp_path, max_steps=6, save_strategy="no", use_cpu=True)
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    callback = SaveOnSignalCallback()
+    trainer = Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[callback, Signal()])
+    trainer.train()
+    assert callback.was_signalled
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

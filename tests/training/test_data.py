@@ -1,8 +1,16 @@
-import pytest
-from datasets import Dataset
+import json
 
-from lsgpt.training import load_documents, pack, tokenize, train_tokenizer
-from lsgpt.training.data import load_stdlib
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from lsgpt.training import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
+from lsgpt.training.data import first_characters, load_stdlib
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +70,40 @@ def test_unknown_dataset_is_an_error():
         load_documents("./nowhere")
 
 
-def test_tokenizer_is_lossless_and_repeatable(documents, tokenizer, tmp_path):
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_tokenizer_is_lossless_and_repeatable(documents, algorithm):
+    tokenizer = train_tokenizer(documents["train"]["text"], 500, algorithm)
     assert len(tokenizer) == 500
     for text in (documents["validation"]["text"][0], "  tabs\t and \r\n unusual: \x00 ümläut 数 🙂\n\n"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    again = train_tokenizer(documents["train"]["text"], 500)
-    assert again.get_vocab() == tokenizer.get_vocab()
+    if algorithm == "bpe":  # `tokenizers` numbers the tokens of Unigram anew each time
+        assert train_tokenizer(documents["train"]["text"], 500).get_vocab() == tokenizer.get_vocab()
+    assert type(tokenizer.backend_tokenizer.model).__name__.lower() == algorithm
 
 
 def test_padding_is_not_the_end_of_text(tokenizer):
     assert tokenizer.eos_token_id == tokenizer.bos_token_id != tokenizer.pad_token_id
     assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+
+
+def test_tokenizer_from_a_folder(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "folder")
+    loaded = load_tokenizer(str(tmp_path / "folder"), vocab_size=500)
+    assert loaded("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
+    with pytest.raises(ValueError, match=r"`vocab_size` must be at least the 500 tokens of the tokenizer .*; got 499"):
+        load_tokenizer(str(tmp_path / "folder"), vocab_size=499)
+    with pytest.raises(ValueError, match=r"(?s)cannot load `tokenizer` 'unigrm'.*did you mean 'unigram'"):
+        load_tokenizer("unigrm", vocab_size=500)
+    tokenizer_config = tmp_path / "folder" / "tokenizer_config.json"
+    values = json.loads(tokenizer_config.read_text())
+    tokenizer_config.write_text(json.dumps({name: v for name, v in values.items() if name != "eos_token"}))
+    with pytest.raises(ValueError, match="`tokenizer` must have an end-of-text token"):
+        load_tokenizer(str(tmp_path / "folder"), vocab_size=500)
+
+
+def test_tokenizers_learn_from_the_first_characters():
+    assert list(first_characters(iter(["abc", "defg", "hi"]), 5)) == ["abc", "de"]
+    assert list(first_characters(["abc"], 5)) == ["abc"]
 
 
 def test_tokenizer_needs_room_for_bytes():
@@ -98,3 +129,119 @@ def test_too_little_text_for_a_block(tokenizer):
     tokens = tokenize(Dataset.from_dict({"text": ["short", ""]}), tokenizer)
     with pytest.raises(ValueError, match=r"`block_size` must be at most the \d+ tokens of the data; got 512"):
         pack(tokens, 512)
+
+
+TEXTS = [f"text number {i}\nwith a second line\n" for i in range(45)]
+
+
+def write_json_lines(path, texts, column="text"):
+    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_local_files_and_folders(tmp_path, kind, streaming):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "README.md").write_text("not a document")
+    if kind == "txt":
+        for i, text in enumerate(TEXTS):
+            (folder / f"{i:02}.txt").write_text(text)
+    elif kind == "jsonl":
+        write_json_lines(folder / "some.jsonl", TEXTS)
+    else:
+        Dataset.from_dict({"text": TEXTS, "title": TEXTS}).to_parquet(folder / "some.parquet")
+    splits = load_documents(str(folder), streaming=streaming)
+    found = {split: [document["text"] for document in documents] for split, documents in splits.items()}
+    assert found["validation"] == [TEXTS[19], TEXTS[39]]  # every 20th
+    assert found["train"] == [text for i, text in enumerate(TEXTS) if i not in (19, 39)]
+    assert isinstance(splits["train"], IterableDataset) == streaming
+
+    if kind == "jsonl":  # a file by itself, and one named for its split
+        assert len(list(load_documents(str(folder / "some.jsonl"), streaming=streaming)["train"])) == 43
+        write_json_lines(folder / "valid.jsonl", ["held out"])
+        splits = load_documents(str(folder), streaming=streaming)
+        assert [document["text"] for document in splits["validation"]] == ["held out"]
+        assert len(list(splits["train"])) == 45
+
+
+def test_few_documents_lose_their_ends(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 90 + "b" * 10)
+    splits = load_documents(str(tmp_path / "book.txt"), validation_percentage=10)
+    assert splits["train"]["text"][:] == ["a" * 90]
+    assert splits["validation"]["text"][:] == ["b" * 10]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_wrong_with_data_is_said(tmp_path, streaming):
+    def check(message, name="corpus", **arguments):
+        with pytest.raises(ValueError, match=message):
+            load_documents(str(tmp_path / name), streaming=streaming, **arguments)
+
+    (tmp_path / "corpus").mkdir()
+    check("must be or hold files of one of .txt, .jsonl, .json, .parquet; .* has no such file")
+    write_json_lines(tmp_path / "corpus" / "a.jsonl", TEXTS, column="body")
+    check(r"`text_column` must be one of the columns of .* \(id, body\); got 'text'")
+    check("got 'bdy'; did you mean 'body'", text_column="bdy")
+    assert "text" in next(iter(load_documents(str(tmp_path / "corpus"), text_column="body")["train"]))
+    check("between 1 and 50; got 51", validation_percentage=51)
+    (tmp_path / "corpus" / "b.txt").touch()
+    check("files of several kinds")
+    (tmp_path / "empty.jsonl").touch()
+    check("`dataset_name` must have documents; .* is empty", "empty.jsonl")
+    if not streaming:
+        write_json_lines(tmp_path / "blank.jsonl", ["", ""])
+        check("`dataset_name` must have text; split train of .* has none", "blank.jsonl")
+        (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
+        check("cannot load `dataset_name` .*broken.jsonl", "broken.jsonl")
+
+
+def test_tokenizing_is_parallel_and_cached(tmp_path, tokenizer):
+    write_json_lines(tmp_path / "a.jsonl", TEXTS)
+    documents = load_documents(str(tmp_path / "a.jsonl"))["train"]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    again = load_tokenizer(str(tmp_path / "tokenizer"), 500)
+    alone, parallel = tokenize(documents, tokenizer), tokenize(documents, tokenizer, num_proc=2)
+    assert alone["input_ids"][:] == parallel["input_ids"][:]
+    assert tokenize(documents, again).cache_files == alone.cache_files != []  # read again, not made again
+    other = train_tokenizer(TEXTS, 280)
+    assert tokenize(documents, other).cache_files != alone.cache_files
+    blocks = pack(alone, 16)
+    assert pack(tokenize(documents, again), 16).cache_files == blocks.cache_files != pack(alone, 17).cache_files
+
+
+@pytest.mark.parametrize("respect_boundaries", [False, True])
+def test_a_stream_is_packed_like_stored_data(tmp_path, tokenizer, respect_boundaries):
+    write_json_lines(tmp_path / "a.jsonl", TEXTS)
+    blocks = []
+    for streaming in (False, True):
+        documents = load_documents(str(tmp_path / "a.jsonl"), streaming=streaming)["train"]
+        blocks.append(list(pack(tokenize(documents, tokenizer), 24, respect_boundaries)))
+        assert all(values.dtype == torch.int64 for values in collate_blocks(blocks[-1][:2]).values())
+    assert blocks[0] == blocks[1] and len(blocks[0]) > 10
+
+
+def test_boundaries_restart_positions_and_are_not_predicted(tokenizer):
+    documents = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10], [11, 12]]
+    blocks = pack(Dataset.from_dict({"input_ids": documents}), 4, respect_boundaries=True)
+    assert blocks["input_ids"][:] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert blocks["position_ids"][:] == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 0, 0, 1]]
+    batch = collate_blocks(list(blocks))
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100], [-100, 6, 7, 8], [-100, -100, -100, 12]]
+    assert all(values.dtype == torch.int64 for values in batch.values())
+    crossing = collate_blocks(list(pack(Dataset.from_dict({"input_ids": documents}), 4)))
+    assert crossing["labels"].tolist() == [[-100, 2, 3, 4], [-100, 6, 7, 8], [-100, 10, 11, 12]]
+    assert set(crossing) == {"input_ids", "labels"}
+
+
+def test_loss_of_packed_documents_is_that_of_the_documents_alone(tiny_model):
+    """From documents to the loss, as a `Trainer` computes it: packed blocks against one document at a time."""
+    model = tiny_model()
+    documents = [torch.randint(97, (length,)).tolist() for length in (30, 9, 1, 24)]
+    (block,) = pack(Dataset.from_dict({"input_ids": documents}), 64, respect_boundaries=True)
+    packed = model(**collate_blocks([block])).loss
+    alone = [collate_blocks([{"input_ids": ids}]) for ids in documents if len(ids) > 1]
+    losses = [model(**batch).loss * (batch["labels"] != -100).sum() for batch in alone]
+    assert packed.item() == pytest.approx((sum(losses) / (64 - 4)).item(), rel=1e-5)
+    (block,) = pack(Dataset.from_dict({"input_ids": documents}), 64)
+    assert model(**collate_blocks([block])).loss.item() != pytest.approx(packed.item(), rel=1e-3)

@@ -1,0 +1,148 @@
+"""Comparisons of real runs, that are interrupted and go on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from lsgpt.configuration import load_arms
+from lsgpt.training import parse_arguments
+from lsgpt.training.compare import compare, resolve_arm, write_comparison
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+RECIPE = {
+    "run_name": "tiny",
+    "config_overrides": {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "max_position_embeddings": 64,
+        "vocab_size": 300,
+        "sliding_window": 4,
+    },
+    "dataset_name": "text.txt",
+    "block_size": 32,
+    "max_steps": 6,
+    "tokenizer": "unigram",
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_logit_every_n_steps": 2,
+    "use_cpu": True,
+    "prompt": "line",
+}
+
+
+def write_inputs(tmp_path, **fields):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(300)))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, **fields}))
+    (tmp_path / "arms.yaml").write_text("wild: {learning_rate: 1.0e+30, max_grad_norm: 0.0}\n")
+
+
+def test_every_shipped_arm_is_a_recipe():
+    base = parse_arguments("demo").recipe
+    for arm in load_arms():
+        arguments = resolve_arm(base, arm)
+        config = arguments.build_config()
+        assert config.num_global_heads == {"ls": 1, "mhsa": 6, "local": 0}[arm.split("-")[0]]
+        assert (config.position_embedding_type == "rope") == (arm.endswith("-rope") or base["preset"] == "demo")
+
+
+def test_arms_join_the_recipe():
+    base = parse_arguments("demo", ["--config_overrides", "{sliding_window: 9}", "--stabilizers", "z-loss"]).recipe
+    recipe = resolve_arm(base, "mhsa-qknorm").recipe
+    assert recipe["config_overrides"] == {"sliding_window": 9, "num_global_heads": "all"}
+    assert recipe["stabilizers"] == {"z-loss": 1e-4, "qk-norm": True}
+    assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "stabilizers", "run_name"}
+
+
+def test_comparison_goes_on_where_it_was(tmp_path):
+    write_inputs(tmp_path)
+    command = [sys.executable, "-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls,wild"]
+    command += ["--arms_file", "arms.yaml", "--seeds", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = tmp_path / "runs" / "compare-tiny"
+    while not (folder / "ls" / "seed-43" / "checkpoint-2" / "trainer_state.json").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    finished_at = (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns
+    if process.returncode:  # else the run was at its end already
+        assert "The same command goes on with it" in output
+        assert not (folder / "report.md").exists()
+
+    report = compare("tiny.yaml", ["ls", "wild"], num_seeds=2, arms_file="arms.yaml")
+    assert report == folder.relative_to(tmp_path) / "report.md"
+    assert (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns == finished_at
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["step"] for run in results["ls"]] == [6, 6]
+    assert all(run["status"].startswith("diverged at step") for run in results["wild"])
+    text = report.read_text()
+    first, second = (results["ls"][i]["eval_perplexity"] for i in range(2))
+    assert first != second
+    mean, deviation = (first + second) / 2, abs(first - second) / 2**0.5
+    row = next(line for line in text.splitlines() if line.startswith("| ls |"))
+    assert f"| {mean:.2f} ± {deviation:.2f} |" in row and row.endswith("| 0 of 2 |")
+    assert re.search(r"^\| wild \| - \|.*\| 2 of 2 \|$", text, re.MULTILINE)
+    for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
+        assert f"]({plot})" in text and (folder / plot).is_file()
+    # One tokenizer for all.
+    tokenizers = {file.read_bytes() for file in folder.glob("*/seed-*/tokenizer.json")}
+    assert tokenizers == {(folder / "tokenizer" / "tokenizer.json").read_bytes()}
+
+    write_inputs(tmp_path, learning_rate=1e-5)
+    with pytest.raises(ValueError, match="`--output_dir` must be new, or hold the same comparison"):
+        compare("tiny.yaml", ["ls"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"arms": ["msha"]}, "`--arms` must be of ls, mhsa, .*; got 'msha'; did you mean 'mhsa'"),
+        ({"arms": ["ls"], "num_seeds": 0}, "`--seeds` must be at least 1; got 0"),
+        ({"arms": ["ls"], "overrides": ["--max_stps", "1"]}, "did you mean '--max_steps'"),
+        ({"arms": ["ls"], "arms_file": "nowhere.yaml"}, "arms nowhere.yaml cannot be read"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(tmp_path, arguments, message):
+    write_inputs(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        compare("tiny.yaml", **arguments)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_is_shown(tmp_path):
+    write_inputs(tmp_path, report_to="no_such_tracker")
+    with pytest.raises(ChildProcessError, match=r"ls with seed 42 ended with status \d.* its output is in .*42.log"):
+        compare("tiny.yaml", ["ls"], num_seeds=1)
+
+
+def test_table_over_uneven_runs(tmp_path):
+    """Diverged runs do not count towards the mean, and a run without measured logits has none."""
+    base = {"run_name": "x", "max_logit_threshold": 100.0}
+    values = [("finished", 10.0, None), ("finished", 14.0, 30.0), ("diverged at step 3", None, 500.0)]
+    for seed, (status, perplexity, max_logit) in enumerate(values):
+        run = tmp_path / "a" / f"seed-{seed}"
+        run.mkdir(parents=True)
+        results = {"status": status, "eval_perplexity": perplexity, "eval_bits_per_byte": 1.5, "max_logit": max_logit}
+        results |= {"tokens_per_second": 100.0 * seed, "peak_memory_bytes": 2e9, "loss_by_position": [2.0, None, 1.0]}
+        (run / "results.json").write_text(json.dumps(results))
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n')
+    report = write_comparison(tmp_path, base, {"a": base}, range(3)).read_text()
+    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 265.0 ± 332.3 | 100 | 2 GB | 1 of 3 |" in report
+    assert os.path.getsize(tmp_path / "loss.png") > 1000

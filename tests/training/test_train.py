@@ -1,0 +1,230 @@
+"""Whole runs through the `lsgpt train` command, in processes of their own, that are killed and go on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lsgpt.training import count_bytes
+from lsgpt.training.callbacks import read_metrics
+
+
+RECIPE = {
+    "config_overrides": {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 300,
+        "resid_dropout": 0.1,  # so that the random state counts
+        "sliding_window": 8,
+    },
+    "block_size": 32,
+    "max_steps": 16,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 16,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 8,
+    "save_steps": 4,
+    "max_logit_every_n_steps": 3,
+    "use_cpu": True,
+    "prompt": "line",
+}
+LONG_TEXT = "".join(f"line {i} of {i * i}\n" for i in range(400))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe: `recipe(field=value)`."""
+    (tmp_path / "text.txt").write_text(LONG_TEXT, encoding="utf-8")
+
+    def write(**fields):
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump({**RECIPE, "dataset_name": str(tmp_path / "text.txt"), **fields}))
+        return file
+
+    return write
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "lsgpt_cli", "train", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def train(*arguments):
+    process = start(*arguments)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for(path: Path, process):
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+
+
+def logged(folder):
+    """What was logged, without times."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "epoch", "max_logit", "eval_loss", "eval_perplexity")
+    return [{name: log[name] for name in names if name in log} for log in read_metrics(folder / "metrics.jsonl")]
+
+
+def assert_equal_weights(first, second):
+    first, second = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path):
+    """Killed without warning: losses, logits and weights are those of a run that was left alone, to the bit."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    output = train(recipe(), "--output_dir", whole)
+    assert "perplexity" in output
+
+    process = start(recipe(), "--output_dir", killed)
+    wait_for(killed / "checkpoint-8" / "trainer_state.json", process)
+    process.kill()
+    process.communicate()
+    assert not (killed / "results.json").exists()
+    # What a kill in the middle of saving leaves.
+    (killed / "checkpoint-9999").mkdir()
+    (killed / "checkpoint-9999" / "trainer_state.json").write_text('{"global_')
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9998, "loss": 1.0}\n{"step": 9999, "lo')
+
+    train("--resume_from_checkpoint", killed)
+    assert logged(killed) == logged(whole)
+    assert_equal_weights(killed, whole)
+    results, wanted = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
+    for name in ("status", "eval_perplexity", "eval_bits_per_byte", "max_logit", "step", "loss_by_position"):
+        assert results[name] == wanted[name], name
+
+
+def test_sigterm_saves_and_ends_cleanly(recipe, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    process = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)
+    wait_for(stopped / "metrics.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    step = int(re.search(r"Saved step (\d+)\. Go on with: lsgpt train --resume_from_checkpoint", output)[1])
+    assert 1 <= step < 4000
+    assert (stopped / f"checkpoint-{step}" / "model.safetensors").is_file()
+    assert not (stopped / "results.json").exists()
+
+    more = ["--stop_at_step", step + 3]
+    train("--resume_from_checkpoint", stopped, *more)
+    train(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", whole, *more)
+    assert_equal_weights(stopped, whole)
+
+
+def test_everything_about_a_run_is_in_its_folder(recipe, tmp_path):
+    """With a stream, Unigram tokens, documents kept apart and a stabilizer, none of which changes what comes out."""
+    folder = tmp_path / "run"
+    documents = [f"document {i} has {i * i} in it.\n" * 9 for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in documents))
+    options = {
+        "dataset_name": str(tmp_path / "text.jsonl"),
+        "text_column": "body",
+        "streaming": True,
+        "respect_boundaries": True,
+        "tokenizer": "unigram",
+        "max_eval_blocks": 5,
+        "stabilizers": ["z-loss", "softcap"],
+        "max_steps": 7,
+    }
+    output = train(recipe(**options), "--output_dir", folder)
+    assert "on a stream of blocks of 32 tokens" in output
+    files = {file.name for file in folder.iterdir()}
+    assert files >= {
+        "report.md",
+        "results.json",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "modeling_lsgpt.py",
+        "tokenizer.json",
+    }
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    plots = set(re.findall(r"\]\((\w+\.png)\)", report))
+    assert {plot.removesuffix(".png") for plot in plots} == {
+        "loss",
+        "perplexity",
+        "max_logits",
+        "max_logits_by_head",
+        "loss_by_position",
+    }
+    assert all((folder / plot).read_bytes().startswith(b"\x89PNG") for plot in plots)
+    for text in ("| parameters |", "| window | 8 tokens |", "tokens per second", "stabilizers:", "| torch |"):
+        assert text in report
+
+    # The figures are those of the checkpoint: perplexity and bits per byte of the first five blocks.
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["status"], results["step"], results["tokens"]) == ("finished", 7, 7 * 2 * 32)
+    tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
+    held_out = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(documents[19::20])["input_ids"]]
+    positions = [i for ids in held_out for i in range(len(ids))]
+    ids = torch.tensor([token for ids in held_out for token in ids])[: 5 * 32].view(5, 32)
+    starts = torch.tensor([p == 0 for p in positions])[: 5 * 32].view(5, 32)
+    starts[:, 0] = True
+    total, count, num_bytes = 0.0, 0, 0
+    for row, row_starts in zip(ids, starts):
+        for document in torch.tensor_split(row, row_starts.nonzero().flatten().tolist()):
+            if len(document) > 1:
+                total += model(document[None], labels=document[None]).loss.item() * (len(document) - 1)
+                count += len(document) - 1
+                num_bytes += count_bytes(tokenizer)[document[1:]].sum().item()
+    assert results["eval_loss"] == pytest.approx(total / count, rel=1e-4)
+    assert results["eval_bits_per_byte"] == pytest.approx(total / torch.tensor(2.0).log().item() / num_bytes, rel=1e-4)
+
+
+def test_a_run_that_diverges_says_so_and_keeps_good_weights(recipe, tmp_path):
+    folder = tmp_path / "run"
+    fields = {"learning_rate": 1e30, "warmup_steps": 0, "max_grad_norm": 0.0, "eval_strategy": "no"}
+    output = train(recipe(**fields), "--output_dir", folder)
+    status = json.loads((folder / "results.json").read_text())["status"]
+    assert re.fullmatch(r"diverged at step \d+", status)
+    step = int(status.split()[-1])
+    assert f"the loss of step {step} is not finite" in output
+    assert f"| status | {status} |" in (folder / "report.md").read_text()
+    assert all(weight.isfinite().all() for weight in load_file(folder / "model.safetensors").values())
+    assert all("NaN" not in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_fine_tuning_recipe(recipe, tmp_path):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    train(recipe(max_steps=30), "--output_dir", base)
+    (tmp_path / "other.txt").write_text("a b c d e f g h\n" * 100)
+    arguments = [
+        "finetune",
+        "--model_name_or_path",
+        base,
+        "--dataset_name",
+        tmp_path / "other.txt",
+        "--use_cpu",
+        "true",
+    ]
+    arguments += ["--block_size", "32", "--output_dir", tuned, "--learning_rate", "1e-3"]
+    train(*arguments)
+    losses = [log["eval_loss"] for log in read_metrics(tuned / "metrics.jsonl") if "eval_loss" in log]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert (tuned / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, tuned))
+    assert before == after
+    process = start(*arguments[:-6], "--tokenizer", "bpe", "--block_size", "65", "--output_dir", tmp_path / "x")
+    output, _ = process.communicate()
+    assert process.returncode == 2
+    assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in output
