@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import lsgpt.configuration
 from lsgpt.training import count_bytes
 from lsgpt.training.callbacks import read_metrics
 
@@ -42,6 +43,7 @@ RECIPE = {
     "use_cpu": True,
     "prompt": "line",
 }
+NO_DROPOUT = yaml.safe_dump({**RECIPE["config_overrides"], "resid_dropout": 0.0}, default_flow_style=True)
 LONG_TEXT = "".join(f"line {i} of {i * i}\n" for i in range(400))
 
 
@@ -228,3 +230,40 @@ def test_fine_tuning_recipe(recipe, tmp_path):
     output, _ = process.communicate()
     assert process.returncode == 2
     assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in output
+
+
+def test_two_processes_train_as_one(recipe, tmp_path, monkeypatch):
+    """Through the command, with weights split by FSDP2; the folder that they agree on is picked by the run."""
+    monkeypatch.chdir(tmp_path)
+    train(recipe(run_name="one", per_device_train_batch_size=4), "--config_overrides", NO_DROPOUT)
+    launch_file = Path(lsgpt.configuration.__file__).parent / "launch" / "fsdp2.yaml"
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        launch_file,
+        "--num_processes",
+        "2",
+    ]
+    command += [
+        "--num_processes",
+        "2",
+        "-m",
+        "lsgpt_cli",
+        "train",
+        recipe(run_name="two", per_device_train_batch_size=2),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--config_overrides", NO_DROPOUT]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {folder.name for folder in (tmp_path / "runs").iterdir()} == {"one", "two"}
+    one, two = logged(tmp_path / "runs" / "one"), logged(tmp_path / "runs" / "two")
+    assert [log["step"] for log in one] == [log["step"] for log in two]
+    for expected, found in zip(one, two):
+        # The Trainer's `eval_loss` is a mean over batches, which differ; the perplexity is one over tokens.
+        assert {k: v for k, v in found.items() if k != "eval_loss"} == pytest.approx(
+            {k: v for k, v in expected.items() if k != "eval_loss"}, rel=1e-4
+        )
+    assert result.stdout.count("The model continues") == 1
