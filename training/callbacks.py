@@ -80,24 +80,25 @@ class SaveOnSignalCallback(TrainerCallback):
 
     def __init__(self):
         self.was_signalled = False
-        """Whether the signal came."""
+        """Whether a signal ended the training."""
+        self._is_pending = False
         self._previous_handler = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.was_signalled = False
+        self.was_signalled = self._is_pending = False
         self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
 
     def on_train_end(self, args, state, control, **kwargs):
         signal.signal(signal.SIGTERM, self._previous_handler)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.was_signalled = any_process(self.was_signalled, args.device)
+        self.was_signalled = any_process(self._is_pending, args.device)
         if self.was_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
             control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
-        self.was_signalled = True
+        self._is_pending = True
 
 
 class StepTimerCallback(TrainerCallback):

@@ -114,11 +114,21 @@ def load_blocks(
             make_tokenizer(data, config, documents, args.output_dir)
         name = args.output_dir
     tokenizer = load_tokenizer(str(name), config.vocab_size)
+    prompt_length = len(tokenizer(data.prompt)["input_ids"])
+    if not 1 <= prompt_length < config.max_position_embeddings:
+        raise ValueError(
+            f"`prompt` must have between 1 and {config.max_position_embeddings - 1} tokens; got {prompt_length}"
+        )
 
     blocks = {}
     for split, texts in documents.items():
         tokens = tokenize(texts, tokenizer, data.preprocessing_num_workers)
-        blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
+        try:
+            blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
+        except ValueError as error:
+            raise ValueError(f"{error}, split {split}") from error
+        if data.streaming and next(iter(blocks[split]), None) is None:
+            raise ValueError(f"`dataset_name` must have a block of text or more; split {split} of the stream has none")
     if data.streaming:
         blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)
     if data.max_eval_blocks:
@@ -214,7 +224,7 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     max_logits = measure_max_logits(model, **inputs)
     prompt = arguments.data.prompt
     finished = results["status"] == "finished"
-    sample = generate_sample(model, trainer.processing_class, prompt) if finished else results["status"]
+    sample = generate_sample(model, trainer.processing_class, prompt) if finished else "(nothing: the run diverged)"
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
     write_results(folder, results)  # last: it marks the run as complete

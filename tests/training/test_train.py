@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lsgpt.configuration
-from lsgpt.training import count_bytes
+from lsgpt.training import build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
 
 
@@ -230,6 +230,24 @@ def test_fine_tuning_recipe(recipe, tmp_path):
     output, _ = process.communicate()
     assert process.returncode == 2
     assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in output
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, "`prompt` must have between 1 and 63 tokens; got 0"),
+        ({"prompt": "1 2 " * 40}, "`prompt` must have between 1 and 63 tokens; got"),
+        ({"validation_split_percentage": 1, "block_size": 64}, r"`block_size` must be at most the \d+ tokens .*valid"),
+        ({"streaming": True}, "split validation of the stream has none"),
+        ({"tokenizer": "nowhere/at-all"}, "cannot load `tokenizer` 'nowhere/at-all'"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeypatch, fields, message):
+    monkeypatch.chdir(tmp_path)
+    arguments = parse_arguments(recipe(**fields))
+    (tmp_path / "text.txt").write_text(LONG_TEXT[:3000], encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        build_trainer(arguments)
 
 
 def test_two_processes_train_as_one(recipe, tmp_path, monkeypatch):
