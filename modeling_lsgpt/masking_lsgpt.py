@@ -47,7 +47,9 @@ def create_attention_masks(
             the finished dictionary, returned as it is.
         past_key_values: The cache before this step's update.
         position_ids (`(B, T)`): Where given, positions that restart are taken for the start of another document
-            packed into the same row, and attention does not cross into it. Read while the cache is empty.
+            packed into the same row, and attention does not cross into it. After a cache, the first new token's
+            position says how many of the cached tokens its document has. Not read with a static cache in use, whose
+            length is not known without waiting for the device.
 
     Returns:
         A dictionary of boolean masks, True where a query may attend: `(B, 1, T, S)`; `None` where causality is all and
@@ -70,11 +72,11 @@ def create_attention_masks(
         custom_mask = attention_mask.to(inputs_embeds.device)
     elif attention_mask is not None:
         padding_mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
-    # A tensor for a length comes from a static cache in use: its content is unknown without waiting for the device.
-    if position_ids is not None and q_length > 1 and isinstance(past_length, int) and past_length == 0:
-        documents = find_documents(position_ids.expand(batch_size, -1), padding_mask)
+    # A tensor for a length comes from a static cache in use.
+    if position_ids is not None and isinstance(past_length, int) and past_length + q_length > 1:
+        documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
     if "flash" in config._attn_implementation:
-        _check_flash_inputs(custom_mask, padding_mask, documents)
+        _check_flash_inputs(custom_mask, padding_mask, documents, past_length)
 
     masks = {}
     for kind in (GLOBAL, LOCAL):
@@ -108,30 +110,48 @@ def engine_of_step(config: LSGPTConfig, q_length: int) -> str:
     return engine
 
 
-def find_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor | None:
+def find_documents(
+    position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int = 0
+) -> torch.Tensor | None:
     """
     Numbers the documents that are packed into one row, from the positions at which they restart.
 
     A real token continues its document when its position is one more than that of the real token before it, or more
-    by as many tokens as lie between (padding counts in some users' positions and does not in others').
+    by as many tokens as lie between (padding counts in some users' positions and does not in others'). Of the cached
+    tokens, the first new token's document has the last real ones, as many as its position says.
 
     Args:
-        position_ids (`(B, T)`): Position of each token in its document.
-        padding_mask (`(B, T)`, *optional*): True for real tokens.
+        position_ids (`(B, T)`): Position of each new token in its document.
+        padding_mask (`(B, past + T)`, *optional*): True for real tokens.
+        past_length: Number of cached tokens.
 
     Returns:
-        `(B, T)` document numbers, or `None` when every row holds one document (always numbers while tracing, where
-        values cannot be looked at).
+        `(B, past + T)` document numbers, -1 for cached tokens of earlier documents; or `None` when every row holds one
+        document (while tracing, where values cannot be looked at, numbers without a cache and `None` with one).
     """
+    if past_length and is_tracing(position_ids):
+        return None
     index = torch.arange(position_ids.shape[-1], device=position_ids.device)
-    real = torch.ones_like(position_ids, dtype=torch.bool) if padding_mask is None else padding_mask
-    last_real = torch.where(real, index, -1).cummax(-1).values
+    is_real = padding_mask[:, past_length:] if padding_mask is not None else torch.ones_like(position_ids).bool()
+    last_real = torch.where(is_real, index, -1).cummax(-1).values
     previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
     step = position_ids - position_ids.gather(-1, previous.clamp(min=0))
-    starts = real & (previous >= 0) & (step != 1) & (step != index - previous)
-    if not is_tracing(starts) and not starts.any():
+    starts = is_real & (previous >= 0) & (step != 1) & (step != index - previous)
+    is_one_document = not is_tracing(starts) and not starts.any()
+    if past_length == 0:
+        return None if is_one_document else starts.cumsum(-1)
+
+    first_position = position_ids.gather(-1, is_real.int().argmax(-1, keepdim=True))
+    if is_one_document and (first_position >= past_length).all():
         return None
-    return starts.cumsum(-1)
+    is_cached = torch.ones_like(first_position).bool().expand(-1, past_length)
+    if padding_mask is not None:
+        is_cached = padding_mask[:, :past_length]
+    tokens_since = is_cached.flip(-1).cumsum(-1).flip(-1)
+    is_earlier = is_cached & (tokens_since > first_position)
+    if is_one_document and not is_earlier.any():
+        return None
+    return torch.cat([is_earlier.long().neg(), starts.cumsum(-1)], dim=-1)
 
 
 def _create_mask(
@@ -234,11 +254,12 @@ def _check_mask_shape(attention_mask, batch_size, q_length, past_length):
         raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
 
 
-def _check_flash_inputs(custom_mask, padding_mask, documents):
+def _check_flash_inputs(custom_mask, padding_mask, documents, past_length):
     if custom_mask is not None:
         raise ValueError('FlashAttention takes no 4-D `attention_mask`; use attn_implementation="sdpa" for it')
-    if documents is not None and (documents.shape[0] > 1 or (padding_mask is not None and not padding_mask.all())):
+    is_padded = padding_mask is not None and not padding_mask.all()
+    if documents is not None and (documents.shape[0] > 1 or is_padded or past_length):
         raise ValueError(
-            "FlashAttention takes packed documents in one row without padding only; pass a batch of 1, or use "
-            'attn_implementation="sdpa"'
+            "FlashAttention takes packed documents in one row without padding and without a cache before it; pass a "
+            'batch of 1 at once, or use attn_implementation="sdpa"'
         )

@@ -1,6 +1,7 @@
 """The whole model: logits of every variant, training features, outputs, and what it says to bad input."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lsgpt import (
     LSGPTForTokenClassification,
     LSGPTModel,
 )
+from lsgpt.modeling_lsgpt.masking_lsgpt import find_documents
 
 
 VARIANTS = {
@@ -80,6 +82,37 @@ def test_packed_documents_are_computed_as_if_alone(tiny_model, engine, use_cache
         for attention_mask in (None, torch.ones_like(packed)):
             together = model(packed, attention_mask=attention_mask, position_ids=positions, use_cache=use_cache)
             torch.testing.assert_close(together.logits, alone)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])  # FlexAttention's code for changing lengths fails on the CPU
+def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding):
+    """In chunks that begin with a document, inside one, at its last token, and of a single token."""
+    model = tiny_model(torch.float64, engine).requires_grad_(False)
+    lengths = (30, 9, 1, 24)
+    documents = [torch.randint(97, (1, n)) for n in lengths]
+    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    filler = torch.zeros(1, padding, dtype=torch.long)
+    packed = torch.cat([filler, *documents], dim=1)
+    positions = torch.cat([filler, *(torch.arange(n)[None] for n in lengths)], dim=1)
+    real = torch.cat([filler, torch.ones(1, 64, dtype=torch.long)], dim=1)
+    cache, logits = DynamicCache(config=model.config), []
+    for begin, end in pairwise((0, 20, 30, 38, 39, 64)):
+        begin, end = (begin and begin + padding), end + padding
+        inputs = {"input_ids": packed[:, begin:end], "position_ids": positions[:, begin:end]}
+        inputs |= {"attention_mask": real[:, :end]} if padding else {}
+        logits.append(model(**inputs, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1)[:, padding:], alone)
+
+
+def test_positions_that_go_on_from_a_cache_are_one_document():
+    """As `generate` passes them: counted over real tokens, or over all."""
+    padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
+    for positions in ([[4, 5], [2, 3]], [[4, 5], [4, 5]]):
+        assert find_documents(torch.tensor(positions), padding, past_length=4) is None
+    assert find_documents(torch.tensor([[4], [9]]), None, past_length=4) is None
+    earlier = find_documents(torch.tensor([[4, 0], [1, 2]]), padding, past_length=4)
+    assert earlier.tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, -1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
