@@ -167,6 +167,15 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
         (["train", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
         (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),
         (["train", "--output_dir", "EMPTY", "--dataset_name", "stdlb"], "did you mean 'stdlib'"),
+        (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or hold a complete"),
+        (["train", "finetune"], "`model_name_or_path` must be set for the recipe finetune"),
+        (
+            ["train", "finetune", "--model_name_or_path", "GPT2"],
+            "must be an LSGPT checkpoint; its model type is 'gpt2'",
+        ),
+        (["compare", "--arms", "ls,msha"], "got 'msha'; did you mean 'mhsa'"),
+        (["compare", "bokos", "--arms", "ls"], "got 'bokos'; did you mean 'books'"),
+        (["compare", "--arms", "ls", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
     ],
 )
 def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, message):
@@ -187,6 +196,8 @@ def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, 
     [
         ([], "required: COMMAND"),
         (["info", "demo", "--length", "0"], "argument --length: must be an integer of 1 or more; got '0'"),
+        (["compare", "books"], "the following arguments are required: --arms"),
+        (["compare", "--arms", "ls", "--seeds", "0"], "argument --seeds: must be an integer of 1 or more; got '0'"),
         (["generate", ".", "x", "--temperature", "0"], "argument --temperature: must be a number above 0; got '0'"),
         (["generate", ".", "x", "--top_k", "many"], "argument --top_k: must be an integer of 1 or more; got 'many'"),
     ],
@@ -201,14 +212,14 @@ def test_wrong_usage_exits_with_2(capsys, command, message):
 def test_help_explains_every_command_without_torch():
     program = (
         "import sys, lsgpt_cli\n"
-        "for arguments in ['--help'], ['info', '--help'], ['generate', '--help']:\n"
+        "for arguments in ['--help'], ['info', '--help'], ['generate', '--help'], ['compare', '--help']:\n"
         "    try: lsgpt_cli.main(arguments)\n"
         "    except SystemExit as done: assert done.code == 0\n"
         "assert not {'torch', 'transformers', 'lsgpt'} & sys.modules.keys()\n"
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
-    for words in ("train a model from a recipe", "continue a text", "show a model's shape"):
+    for words in ("train a model from a recipe", "Train every arm", "continue a text", "show a model's shape"):
         assert words in " ".join(process.stdout.split())
 
 

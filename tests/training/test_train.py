@@ -251,10 +251,10 @@ def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeyp
 
 
 def test_two_processes_train_as_one(recipe, tmp_path, monkeypatch):
-    """Through the command, with weights split by FSDP2; the folder that they agree on is picked by the run."""
+    """Through the command (other ways to share the work are in `test_processes.py`); they agree on one new folder."""
     monkeypatch.chdir(tmp_path)
     train(recipe(run_name="one", per_device_train_batch_size=4), "--config_overrides", NO_DROPOUT)
-    launch_file = Path(lsgpt.configuration.__file__).parent / "launch" / "fsdp2.yaml"
+    launch_file = Path(lsgpt.configuration.__file__).parent / "launch" / "cpu.yaml"
     command = [
         sys.executable,
         "-m",
