@@ -107,6 +107,16 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)
 
+    def save_pretrained(self, *args, **kwargs):
+        """Saves weights, configuration and code, as in Transformers."""
+        # FSDP2 puts a class of PyTorch's before the model's own, and Transformers would save the code of that one.
+        sharded_class = type(self)
+        self.__class__ = next(c for c in sharded_class.__mro__ if not c.__module__.startswith("torch."))
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.__class__ = sharded_class
+
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
             raise ValueError(

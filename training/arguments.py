@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -242,6 +243,12 @@ def check_arguments(arguments: Arguments):
     model_args, data_args, run_args, training_args, recipe = arguments
     if recipe["run_name"] == "finetune" and not model_args.model_name_or_path:
         raise ValueError("`model_name_or_path` must be set for the recipe finetune: the checkpoint to go on with")
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if training_args.world_size != started:
+        raise ValueError(
+            f"{started} processes were started, and each would train a model of its own: they found no GPUs, and "
+            "`use_cpu` was not set"
+        )
     config = arguments.build_config()
     positions = config.max_position_embeddings
     if not 2 <= data_args.block_size <= positions:
@@ -259,6 +266,11 @@ def check_arguments(arguments: Arguments):
     if run_args.max_logit_every_n_steps:
         LogitTelemetryCallback(run_args.max_logit_every_n_steps, run_args.max_logit_threshold, run_args.on_explosion)
     clips = run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers
+    has_deepspeed = training_args.deepspeed_plugin is not None
+    if clips and has_deepspeed:
+        raise ValueError("QK-clip must not be combined with DeepSpeed, which overwrites changes to the weights")
+    if "adagc" in run_args.stabilizers and (has_deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
+        raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
     if clips and config.qk_norm:
         raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their scale")
 

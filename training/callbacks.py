@@ -169,7 +169,10 @@ class StopOnBadLossCallback(TrainerCallback):
             parameter.grad = None  # optimizers pass over parameters without a gradient
         control.should_save = control.should_training_stop = True
         bad_batch = next((inputs for inputs, loss in self._batches if not loss.isfinite()), None)
-        where = "a batch of another process" if bad_batch is None else _first_bad_layer(model, bad_batch)
+        # Processes whose batches are good run one too: a sharded model (FSDP2) gathers its weights from all of them.
+        where = _first_bad_layer(model, self._batches[-1][0] if bad_batch is None else bad_batch)
+        if bad_batch is None:
+            where = "a batch of another process"
         logger.error(
             f"the loss of step {state.global_step + 1} is not finite, the first bad numbers come from {where}; "
             f"saving the weights of step {state.global_step} and ending the training"
@@ -190,7 +193,7 @@ def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
         def hook(module, args, output):
             tensors = output if isinstance(output, tuple) else (output,)
             if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
-                bad.append(name)
+                bad.append(name.replace("_orig_mod.", ""))  # torch.compile's
 
         return hook
 

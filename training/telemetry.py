@@ -4,6 +4,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -64,7 +65,7 @@ class LogitTelemetryCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._max_logits = MaxLogits(model)
         if self.on_explosion == "clip":
-            self._check_clip(model)
+            self._check_clip(args, model)
         self._come_first()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -100,7 +101,9 @@ class LogitTelemetryCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._max_logits.stop()
 
-    def _check_clip(self, model):
+    def _check_clip(self, args, model):
+        if args.deepspeed_plugin is not None:
+            raise ValueError('`on_explosion` must not be "clip" with DeepSpeed: it overwrites changes to weights')
         if model.config.qk_norm:
             raise ValueError('`on_explosion` must not be "clip" with `qk_norm`: normalised queries ignore their scale')
         projections = [p for layer in self._max_logits.layers for p in (layer.q_proj, layer.k_proj)]
@@ -171,6 +174,15 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
             (layer.k_proj, config.num_key_value_heads),
         ):
             scale = factors.repeat_interleave(heads // len(factors)).repeat_interleave(config.head_dim)
-            projection.weight.mul_(scale[:, None].to(projection.weight))
+            _scale_rows(projection.weight, scale[:, None])
             if projection.bias is not None:
-                projection.bias.mul_(scale.to(projection.bias))
+                _scale_rows(projection.bias, scale)
+
+
+def _scale_rows(parameter: nn.Parameter, scale: torch.Tensor):
+    """Multiplies in place; where the rows are spread over processes (FSDP2), each multiplies its own."""
+    scale = scale.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    parameter.mul_(scale)

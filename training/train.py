@@ -1,6 +1,7 @@
 """A training run: from arguments to a folder with a checkpoint that the Auto classes load."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.modeling_lsgpt import measure_max_logits
@@ -88,7 +90,7 @@ def build_trainer(arguments: Arguments) -> Trainer:
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )
-    return Trainer(
+    trainer = Trainer(
         model=model,
         args=args,
         train_dataset=blocks["train"],
@@ -100,6 +102,13 @@ def build_trainer(arguments: Arguments) -> Trainer:
         callbacks=_callbacks(arguments.run),
         optimizer_cls_and_kwargs=optimizer,
     )
+    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.mixed_precision_policy is not None:
+        # Accelerate's own adds up gradients in bfloat16, and rounds the loss to its two to three digits.
+        fsdp.mixed_precision_policy = replace(
+            fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        )
+    return trainer
 
 
 def load_blocks(
@@ -218,6 +227,7 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
         return None
 
     results = _collect_results(trainer, arguments, last_log, seconds)
+    unset_hf_deepspeed_config()  # ZeRO-3 would spread this model too, over processes that are no longer here
     # Read back: that works however the weights were spread over processes, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}

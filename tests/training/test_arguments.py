@@ -149,6 +149,17 @@ def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tm
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path)])
 
 
+def test_processes_that_would_not_train_together(monkeypatch):
+    """What a launcher of several processes sets, on a machine without GPUs."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started, and each would train a model of its own"):
+        parse_arguments()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="AdaGC must not be combined with FSDP"):
+        parse_arguments("demo", ["--stabilizers", "adagc"])
+
+
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes(name, tiny_model, tmp_path):
     overrides = ["--use_cpu", "true"]

@@ -1,0 +1,138 @@
+"""Many processes through Accelerate: two on the CPU train as one does, and what they save loads in one."""
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import lsgpt.configuration
+
+
+LAUNCH_FILES = {file.stem: file for file in (Path(lsgpt.configuration.__file__).parent / "launch").glob("*.yaml")}
+SCRIPT = Path(__file__).with_name("train_script.py")
+
+
+def launch(name, *command, options=()) -> subprocess.Popen:
+    """Starts `accelerate launch` with a shipped file, changed by `options` only. The machine's GPUs stay out of it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output_of(launcher: subprocess.Popen) -> str:
+    """Waits, not for ever: processes that disagree about what to exchange may wait for each other."""
+    try:
+        output, _ = launcher.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()
+        output, _ = launcher.communicate()
+    assert launcher.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "one-gpu", "zero3"])
+def test_accelerate_knows_every_key(name):
+    config = load_config_from_file(str(LAUNCH_FILES[name]))  # refuses unknown keys, but does not look into sections
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert {*config.deepspeed_config, *config.fsdp_config} <= options
+    assert config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("in_file", ["no", "bf16"])
+@pytest.mark.parametrize("in_recipe", [False, True])
+def test_a_launch_file_must_not_name_a_precision_so_that_the_recipe_decides(tmp_path, monkeypatch, in_file, in_recipe):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", in_file)  # all that `accelerate launch` makes of the file's
+    used = TrainingArguments(tmp_path, bf16=in_recipe, use_cpu=True).mixed_precision
+    assert used == ("bf16" if in_recipe else in_file)
+
+
+WHO = """
+from accelerate.state import PartialState
+
+state = PartialState(cpu=True)
+print(f"process {state.process_index} of {state.num_processes}")
+"""
+
+
+def test_one_process(tmp_path):
+    (tmp_path / "who.py").write_text(WHO, encoding="utf-8")
+    assert "process 0 of 1\n" in output_of(launch("one-gpu", tmp_path / "who.py"))
+
+
+def test_two_machines(tmp_path):
+    """Two launchers that find each other, as on two machines: the command differs in its rank only."""
+    (tmp_path / "who.py").write_text(WHO, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    options += ["--main_process_port", str(port), "--machine_rank"]
+    launchers = [launch("ddp", tmp_path / "who.py", options=[*options, str(rank)]) for rank in (0, 1)]
+    for rank, launcher in enumerate(launchers):
+        assert f"process {rank} of 2\n" in output_of(launcher)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "block", "parameter"),
+    [
+        ("cpu", "DistributedDataParallel", "LSGPTDecoderLayer", "Parameter"),
+        ("fsdp2", "FSDPLSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"),
+        ("zero3", "DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter"),
+    ],
+)
+def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
+    """Losses, gradient norms, logits and saved weights; also of runs that resume, meet a bad loss, or clip heads."""
+    runs = {
+        "plain": ["checkpoint-3", "checkpoint-6", "."],
+        "resumed": ["."],
+        "bad": ["checkpoint-3", "."],
+        "clip": ["."],
+    }
+    if name == "zero3":
+        pytest.importorskip("deepspeed")
+        del runs["clip"]  # DeepSpeed keeps weights of its own, and overwrites what others change
+    options = ["--num_processes", "2", "--main_process_port", "0"]
+    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options)
+    for kind in runs:
+        runpy.run_path(str(SCRIPT))["train"](tmp_path / "one" / kind, kind)
+    output = output_of(launcher)
+
+    for kind, checkpoints in runs.items():
+        one, two = (json.loads((tmp_path / n / kind / "history.json").read_text("utf-8")) for n in ("one", "two"))
+        assert two["how"] == {"processes": 2, "model": model, "block": block, "parameter": parameter}
+        assert [log["step"] for log in two["history"]] == ([1, 2, 3] if kind == "bad" else [1, 2, 3, 4, 5, 6])
+        for expected, found in zip(one["history"], two["history"]):
+            if kind == "bad" and found["step"] == 3:
+                continue  # a NaN spoils all of one process's batch, and half of that of two
+            assert found == pytest.approx(expected, rel=1e-5), kind
+            assert kind == "clip" or found["grad_norm"] > 1  # or else clipping gradients would not have been tried
+        if kind == "clip":
+            assert [log["heads_over_threshold"] for log in two["history"]][:2] == [12, 4]
+        for checkpoint in checkpoints:
+            assert_same_checkpoint(tmp_path / "two" / kind / checkpoint, tmp_path / "one" / kind / checkpoint)
+    assert "the loss of step 3 is not finite, the first bad numbers come from a batch of another process" in output
+    assert "the loss of step 3 is not finite, the first bad numbers come from `model.layers.1.mlp.down_proj`" in output
+
+
+def assert_same_checkpoint(found: Path, expected: Path):
+    """The same weights, configuration and code."""
+    model, info = AutoModelForCausalLM.from_pretrained(found, output_loading_info=True)
+    assert not any(info.values()), info
+    wanted = AutoModelForCausalLM.from_pretrained(expected)
+    # A step of Adam moves a weight by up to the learning rate, 0.01.
+    torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=1e-5)
+    assert (found / "config.json").read_text("utf-8") == (expected / "config.json").read_text("utf-8")
+    code = {file.name for file in expected.glob("*.py")}
+    assert "modeling_lsgpt.py" in code and code <= {file.name for file in found.glob("*.py")}

@@ -1,0 +1,98 @@
+"""Trains with the stock `Trainer`, in as many processes as a launcher starts: `python train_script.py FOLDER`.
+
+The rows of an optimizer step are the same for one process and for two. On the CPU, whatever the machine has.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainingArguments
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.training import LogitTelemetryCallback, StopOnBadLossCallback
+
+
+STEPS, BATCH_SIZE, ACCUMULATION = 6, 4, 2
+
+
+def rows() -> list[dict]:
+    """Rows whose numbers of labels differ: a mean over processes is not the mean over tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(97, (STEPS * BATCH_SIZE * ACCUMULATION, 24), generator=generator).tolist()
+    return [{"input_ids": row, "labels": [-100] * (7 * i % 20) + row[7 * i % 20 :]} for i, row in enumerate(ids)]
+
+
+def train(folder: str | Path, kind: str):
+    """
+    A run of 6 steps; leaves checkpoints and `history.json` in `folder`.
+
+    Args:
+        folder: Where to.
+        kind: `plain`; `resumed`, from the third step of the `plain` run beside it; `bad`, with an infinity in the last
+            process at the third step; or `clip`, with QK-clip.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
+    is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    args = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH_SIZE // processes,
+        gradient_accumulation_steps=ACCUMULATION,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-2,
+        adam_epsilon=1e-4,  # above rounding, which is all the gradient that the bias of a key has
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+        **({"ddp_backend": "gloo"} if is_deepspeed else {"use_cpu": True}),
+    )
+    torch.manual_seed(args.process_index)  # the weights of process 0 are those to train
+    model = LSGPTForCausalLM(
+        LSGPTConfig(
+            vocab_size=97,
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_global_heads=2,
+            sliding_window=8,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            use_bias=kind == "clip",
+        )
+    )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        # Accelerate knows FSDP on accelerators only, and would use DDP here. Everything after this line is its own.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    telemetry = LogitTelemetryCallback(1, threshold=8.0, on_explosion="clip" if kind == "clip" else "warn")
+    trainer = Trainer(model, args, train_dataset=rows(), callbacks=[telemetry, StopOnBadLossCallback()])
+    assert trainer.accelerator.num_processes == args.world_size == processes
+    if kind == "bad" and args.process_index == processes - 1:
+        model.model.layers[1].mlp.down_proj.register_forward_hook(
+            lambda module, inputs, output: output * (float("inf") if trainer.state.global_step == 2 else 1.0)
+        )
+    checkpoint = Path(folder).with_name("plain") / "checkpoint-3" if kind == "resumed" else None
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        how = {
+            "processes": processes,
+            "model": type(trainer.model_wrapped).__name__,
+            "block": type(model.model.layers[0]).__name__,
+            "parameter": type(model.lm_head.weight).__name__,
+        }
+        history = [log for log in trainer.state.log_history if "loss" in log]
+        Path(folder, "history.json").write_text(json.dumps({"how": how, "history": history}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for kind in sys.argv[2:]:
+        train(Path(sys.argv[1], kind), kind)
