@@ -137,7 +137,7 @@ def find_documents(
     previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
     step = position_ids - position_ids.gather(-1, previous.clamp(min=0))
     starts = is_real & (previous >= 0) & (step != 1) & (step != index - previous)
-    is_one_document = not is_tracing(starts) and not starts.any()
+    is_one_document = position_ids.shape[-1] == 1 or (not is_tracing(starts) and not starts.any())
     if past_length == 0:
         return None if is_one_document else starts.cumsum(-1)
 
