@@ -161,7 +161,11 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
         runs = [folder / arm / f"seed-{seed}" for seed in seeds]
         results[arm] = [json.loads((run / "results.json").read_text(encoding="utf-8")) for run in runs]
         logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    summary = {
+        arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
+        for arm, runs in results.items()
+    }
+    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
     step, loss = "optimizer step", "cross-entropy (nats per token)"
     plots = []

@@ -1,5 +1,6 @@
 """The report of a training run: a Markdown page with its plots beside it."""
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -31,12 +32,24 @@ def describe_environment() -> dict[str, str]:
     return {"hardware": device, "system": platform.system(), "Python": platform.python_version(), **versions}
 
 
+def reset_peak_memory():
+    """Forgets the peak so far, so that `peak_memory` is about what comes now (in main memory on Linux only)."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+
 def peak_memory() -> int:
-    """The most memory in bytes that this process has held so far: on its GPU if it uses one, else in main memory."""
+    """The most memory in bytes that this process has held: on its GPU if it uses one, else in main memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in differs between systems
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # no Linux
+        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in differs between systems
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def write_results(folder: Path, results: dict):
@@ -156,7 +169,7 @@ def format_results(results: dict) -> dict[str, str]:
         "optimizer steps": f"{results['step']:,} of {results['max_steps']:,}",
         "training tokens": f"{results['tokens']:,}",
         "training tokens per second (median step)": f"{results['tokens_per_second']:,.0f}",
-        "peak memory (process 0)": with_unit(results["peak_memory_bytes"], "B"),
+        "peak memory of the training (process 0)": with_unit(results["peak_memory_bytes"], "B"),
         "wall time of the training since its last start, evaluation included (s)": f"{results['train_seconds']:.1f}",
     }
     if results["max_logit"] is not None:

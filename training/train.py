@@ -39,7 +39,7 @@ from .data import (
     train_tokenizer,
 )
 from .metrics import LanguageModelingMetrics, token_losses
-from .report import peak_memory, points_of, write_report, write_results
+from .report import peak_memory, points_of, reset_peak_memory, write_report, write_results
 from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 
@@ -214,6 +214,7 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     if is_main:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
 
+    reset_peak_memory()  # loading and tokenizing may have taken more than the training will
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
         if is_main:

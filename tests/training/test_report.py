@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from lsgpt import measure_max_logits
 from lsgpt.training import plot_max_logits, write_report
 from lsgpt.training.plots import average_in_bins, plot_curves
-from lsgpt.training.report import peak_memory, points_of, write_results
+from lsgpt.training.report import peak_memory, points_of, reset_peak_memory, write_results
 
 
 RESULTS = {
@@ -101,6 +101,10 @@ def test_curves_of_an_arm_share_a_colour(tmp_path):
     assert (31, 119, 180) in colours and (255, 127, 14) not in colours
 
 
-def test_peak_memory_is_in_bytes():
-    now = psutil.Process().memory_info().rss
-    assert 0.9 * now <= peak_memory() < 100 * now
+def test_peak_memory():
+    process = psutil.Process()
+    torch.ones(60_000_000)  # 240 MB, given back at once
+    before, now = peak_memory(), process.memory_info().rss
+    assert before > now + 200e6
+    reset_peak_memory()
+    assert 0.9 * now < peak_memory() < before - 150e6
