@@ -16,6 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
+        if argv[:1] == ["bench"]:
+            return _bench(argv[1:])
         args = _make_parser().parse_args(argv)
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -38,6 +40,11 @@ def _make_parser() -> argparse.ArgumentParser:
         "compare",
         help="train variants of a recipe with several seeds and compare them: "
         "lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
+    )
+
+    commands.add_parser(
+        "bench",
+        help="time the model beside GPT-2 of the same shape: lsgpt bench [NAME ...] [--quick]",
     )
 
     text = "continue a text with a trained model, as it is written"
@@ -122,6 +129,13 @@ def _compare(argv: list[str]) -> int:
     from lsgpt.training.compare import compare
 
     compare(recipe, args.arms.split(","), args.seeds, args.output_dir, fields, args.arms_file)
+    return 0
+
+
+def _bench(argv: list[str]) -> int:
+    from lsgpt.benchmarks.suite import main
+
+    main(argv)
     return 0
 
 

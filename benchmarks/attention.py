@@ -1,0 +1,73 @@
+"""Attention alone, forward and backward: Long Short-attention beside causal attention in all heads.
+
+The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
+what Transformers' GPT-2 calls. The limit is that call for the global heads.
+"""
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .gate import attention_inputs, check_attention
+from .peers import Benchmark, Peers, Shape, attention_function
+
+
+def prepare(shape: Shape) -> Benchmark:
+    """The peers at one shape."""
+    config = shape.config
+    heads, num_global_heads = config.num_attention_heads, config.num_global_heads_per_layer[0]
+    torch.manual_seed(0)
+    inputs = attention_inputs(shape)
+    upstream = torch.randn_like(inputs[0].transpose(1, 2))
+
+    def step(attend, inputs, upstream):
+        torch.autograd.grad(attend(*inputs), inputs, upstream)
+
+    def make(config, engine, backend):
+        if engine == "sdpa" and config.num_global_heads == heads:
+            return partial(causal_attention, backend=backend)
+        return attention_function(config, engine, backend)
+
+    def try_out(attend):
+        length = min(shape.length, 2 * config.sliding_window + 1)
+        step(attend, [x[:, :, :length] for x in inputs], upstream[:, :length])
+
+    def limit(query, key, value):
+        kv_heads = num_global_heads * config.num_key_value_heads // heads
+        output = causal_attention(query[:, :num_global_heads], key[:, :kv_heads], value[:, :kv_heads])
+        groups = heads // config.num_key_value_heads
+        return torch.cat((output, value[:, kv_heads:].repeat_interleave(groups, dim=1).transpose(1, 2)), dim=2)
+
+    peers = Peers()
+    peers.add_engines(shape, shape.length, 1, make, try_out)
+    if shape.device == "cuda":
+        peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
+    gates = [
+        partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
+        for name, attend in peers.items()
+    ]
+    peers["limit sdpa"] = limit
+    runs = {name: partial(partial, step, attend, inputs, upstream) for name, attend in peers.items()}
+    return Benchmark(runs, gates, peers.skipped)
+
+
+def causal_attention(query, key, value, backend: SDPBackend | None = None) -> torch.Tensor:
+    """`scaled_dot_product_attention` of `(B, H, T, D)`, all heads causal, on one of its kernels: `(B, T, H, D)`."""
+    options = {"is_causal": True, "enable_gqa": key.shape[1] != query.shape[1]}
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+
+
+def variable_length_attention(query, key, value) -> torch.Tensor:
+    """`varlen_attn` of PyTorch 2.10 or later, all heads causal, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 (older versions lack it)
+
+    batch_size, _, length, _ = query.shape
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    ends = torch.arange(0, (batch_size + 1) * length, length, dtype=torch.int32, device=query.device)
+    output = varlen_attn(*rows, ends, ends, length, length, window_size=(-1, 0))
+    return output.unflatten(0, (batch_size, length))

@@ -1,0 +1,191 @@
+"""Correctness gates: what computes something wrong is not timed.
+
+- `check_attention` compares one layer's attention at the benchmarked shape with dense attention in float32, written
+  here from the definition. Dense attention over a long sequence does not fit into memory, so the reference takes a
+  sample of the queries, and the gradients are those of a loss on these: they reach every key and value.
+- `check_model` compares the whole model with the `eager` engine in float32, at a shorter length.
+
+Errors are root mean squares. Each may be 1e-4 of the reference's size, which is far more than rounding in float32
+brings and far less than one key too many in a window does. In half precision three times the error of the plain dense
+computation comes on top, where a key too many makes ten times as much.
+"""
+
+import copy
+from functools import partial
+
+import torch
+from torch import nn
+
+from .peers import Peer, Shape, attention_function, twin
+
+
+CHECKED_LENGTH = 1024
+"""Most tokens of a comparison of whole models."""
+
+ROWS = 64
+"""Number of neighbouring queries in each of the three samples: first, last and random ones."""
+
+
+def compare(what: str, actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor | None = None):
+    """
+    Raises `RuntimeError` with the name `what` unless `actual` is `exact` but for rounding, of which `plain`, the plain
+    computation in the same precision, shows how much there is.
+    """
+    exact = exact.float()
+    error, allowed = _size(actual.float() - exact), 1e-4 * _size(exact)
+    if plain is not None:
+        allowed += 3 * _size(plain.float() - exact)
+    if not error <= allowed:  # written so that NaN fails
+        raise RuntimeError(f"{what}: wrong by {error:.2e}, where at most {allowed:.2e} is rounding; it is not timed")
+
+
+def _size(x: torch.Tensor) -> float:
+    return x.detach().pow(2).mean().sqrt().item()
+
+
+def attention_inputs(shape: Shape) -> list[torch.Tensor]:
+    """Random query `(B, H, T, D)`, key and value `(B, H_kv, T, D)`, with the strides that a model gives them."""
+    config = shape.config
+    kv_heads = config.num_key_value_heads
+    return [
+        torch.randn(shape.batch_size, shape.length, heads, config.head_dim, device=shape.device, dtype=shape.dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (config.num_attention_heads, kv_heads, kv_heads)
+    ]
+
+
+def dense_attention(query, key, value, rows: torch.Tensor, num_global_heads: int, window: int) -> torch.Tensor:
+    """
+    Long Short-attention by definition, of the queries at the positions `rows` `(R,)`: outputs `(B, R, H, D)`.
+
+    A global head sees the keys `k <= q`, a local one those of `q - window < k <= q`; global heads come first.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    distance = rows[:, None] - torch.arange(key.shape[2], device=key.device)
+    is_global = torch.arange(query.shape[1], device=key.device)[:, None, None] < num_global_heads
+    visible = (distance >= 0) & (is_global | (distance < window))
+    logits = query[:, :, rows] @ key.mT * query.shape[-1] ** -0.5
+    return (logits.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+def check_attention(name: str, attend, shape: Shape, num_global_heads: int, gradients: bool):
+    """
+    Compares an attention function with the definition, global and local heads apart.
+
+    Args:
+        name: For the message.
+        attend: Of query, key and value as `attention_inputs` makes them, to outputs `(B, T, H, D)`.
+        shape: What is benchmarked.
+        num_global_heads: The first heads see everything before them.
+        gradients: Whether to compare gradients too.
+
+    Raises:
+        RuntimeError: Something differs by more than rounding; the message says what.
+    """
+    torch.manual_seed(0)
+    inputs = attention_inputs(shape)
+    some = torch.randperm(shape.length)[:ROWS]
+    ends = torch.arange(shape.length)
+    rows = torch.cat((some, ends[:ROWS], ends[-ROWS:])).unique().to(shape.device)
+    upstream = torch.randn_like(inputs[0][:, :, : len(rows)]).transpose(1, 2)
+
+    def results(function, inputs):
+        with torch.set_grad_enabled(gradients):
+            output = function(*inputs)
+        found = torch.autograd.grad(output, inputs, upstream.to(output.dtype)) if gradients else ()
+        return [output.detach().transpose(1, 2), *found]
+
+    def reference(*inputs):
+        return dense_attention(*inputs, rows, num_global_heads, shape.config.sliding_window)
+
+    if not gradients:
+        inputs = [x.detach() for x in inputs]
+    actual = results(lambda *inputs: attend(*inputs)[:, rows], inputs)
+    exact = results(reference, [x.detach().float().requires_grad_() for x in inputs])
+    plain = [None] * len(actual) if shape.dtype == torch.float32 else results(reference, inputs)
+    whats = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+    for what, *tensors in zip(whats, actual, exact, plain):
+        heads = tensors[0].shape[1]
+        split = num_global_heads * heads // shape.config.num_attention_heads
+        for kind, begin, end in (("global", 0, split), ("local", split, heads)):
+            if begin < end:
+                parts = [None if x is None else x[:, begin:end] for x in tensors]
+                compare(f"{name}, attention at {shape.length:,} tokens, {what} of {kind} heads", *parts)
+
+
+def check_peer(name: str, peer: Peer, shape: Shape, task: str):
+    """
+    The gates of a model: its attention at the benchmarked shape, unless the queries come one by one, and the whole of
+    it at a shorter length.
+
+    Args:
+        name: For the message.
+        peer: A model of the family `lsgpt` or `mhsa`.
+        shape: What is benchmarked.
+        task: `"prefill"`, `"train"` or `"decode"`.
+
+    Raises:
+        RuntimeError: Something differs by more than rounding; the message says what.
+    """
+    config = peer.model.config
+    if task != "decode":
+        attend = attention_function(config, config._attn_implementation, peer.backend)
+        check_attention(name, attend, shape, config.num_global_heads_per_layer[0], gradients=task == "train")
+    check_model(name, peer, shape, task)
+
+
+def check_model(name: str, peer: Peer, shape: Shape, task: str):
+    """
+    Compares a model with its twin on the `eager` engine in float32, on one sequence of at most `CHECKED_LENGTH`
+    tokens: in training logits and gradients; otherwise the last three logits, in prefill with a cache to fill, in
+    decoding of a prompt and two single tokens. The reference has no cache.
+
+    Raises:
+        RuntimeError: Something differs by more than rounding; the message says what.
+    """
+    torch.manual_seed(0)
+    ids = shape._replace(batch_size=1, length=min(shape.length, CHECKED_LENGTH)).token_ids()
+    exact, plain = references(peer.model)
+
+    with torch.set_grad_enabled(task == "train"):
+        actual = {"prefill": _prefill, "train": _train, "decode": _decode}[task](peer, ids)
+        run = partial(_train if task == "train" else _without_cache, ids=ids)
+        expected, rounded = run(exact), {} if plain is None else run(plain)
+    for what in actual:
+        compare(f"{name}, {what} of {ids.shape[1]:,} tokens", actual[what], expected[what], rounded.get(what))
+
+
+def references(model: nn.Module) -> tuple[Peer, Peer | None]:
+    """The `eager` engine with the weights of `model`, in float32, and in the model's precision if that is another."""
+    plain = Peer(twin(model, "eager"))
+    return (plain, None) if model.dtype == torch.float32 else (Peer(copy.deepcopy(plain.model).float()), plain)
+
+
+def _train(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    output = peer(input_ids=ids, labels=ids, use_cache=False)
+    # Matrices only: the gradient of a bias of keys is nothing but rounding.
+    weights = {name: weight for name, weight in peer.model.named_parameters() if weight.ndim == 2}
+    gradients = torch.autograd.grad(output.loss, list(weights.values()))
+    return {
+        "logits": output.logits,
+        **{f"gradient of {name}": gradient for name, gradient in zip(weights, gradients)},
+    }
+
+
+def _without_cache(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logits": peer(input_ids=ids, use_cache=False, logits_to_keep=3).logits}
+
+
+def _prefill(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"logits": peer(input_ids=ids, use_cache=True, logits_to_keep=3).logits}
+
+
+def _decode(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    output = peer(input_ids=ids[:, :-2], use_cache=True, logits_to_keep=1)
+    logits = [output.logits]
+    for token in ids[:, -2:].split(1, dim=1):
+        output = peer(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
+    return {"logits": torch.cat(logits, dim=1)}

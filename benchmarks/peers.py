@@ -1,0 +1,285 @@
+"""The models that are timed against each other, all of one shape.
+
+A peer's name is a family and an engine. The families:
+
+- `lsgpt`: the model with local heads.
+- `mhsa`: the same code and weights with all heads global.
+- `gpt2`: Transformers' GPT-2 of the same shape, as it comes.
+- `gpt2-gelu`: the same with our activation. Its own, `gelu_new`, is written in seven tensor operations, which cost
+  more than attention at short lengths; this peer shows what is left without that.
+- `limit`: `lsgpt` with the local heads' attention left out, which nothing that keeps the global heads can beat.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.utils import is_flash_attn_2_available
+
+from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, HeadGroup, LSGPTAttention, LSGPTConfig, create_attention_masks
+from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
+
+
+ENGINES = ("sdpa", "eager", "flex_attention", "flash_attention_2")
+"""All engines. `eager` is timed for `mhsa` only: it computes local heads densely, as a reference."""
+
+SDPA_BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Kernels of `scaled_dot_product_attention` that are timed on CUDA besides the one that PyTorch chooses."""
+
+DENSE_BYTES = 2**28
+"""Most memory for what is dense, in bytes: attention weights of `eager`, and on the CPU masks of `flex_attention`."""
+
+SPARE_POSITIONS = 64
+"""Learned positions beyond the benchmarked length, for tokens that are decoded."""
+
+
+class Shape(NamedTuple):
+    """
+    What is benchmarked.
+
+    Args:
+        config: The LSGPT model.
+        length: Tokens in a sequence, or before the decoded ones.
+        batch_size: Number of sequences.
+        device: `"cpu"` or `"cuda"`.
+        dtype: Precision of weights and computation.
+        engines: Those of `ENGINES` to time.
+    """
+
+    config: LSGPTConfig
+    length: int
+    batch_size: int = 1
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    engines: tuple[str, ...] = ENGINES
+
+    def token_ids(self) -> torch.Tensor:
+        """Random tokens `(batch_size, length)`."""
+        return torch.randint(self.config.vocab_size, (self.batch_size, self.length), device=self.device)
+
+
+class Benchmark(NamedTuple):
+    """
+    One benchmark at one shape, ready to run.
+
+    Args:
+        peers: What `lsgpt.benchmarks.timing.measure` takes.
+        gates: To call before anything is timed; each raises `RuntimeError` where a peer computes something wrong.
+        skipped: For each peer that cannot run here, the reason.
+        repeats: What is timed happens so many times in one call.
+        cache_bytes: For each family, bytes of its key/value cache, where the benchmark has one.
+    """
+
+    peers: dict[str, Callable[[], Callable]]
+    gates: list[Callable[[], None]]
+    skipped: dict[str, str]
+    repeats: int = 1
+    cache_bytes: dict[str, int] = {}
+
+
+@dataclass
+class Peer:
+    """A model to call, with arguments that every call gets and the one SDPA kernel that it may use, if any."""
+
+    model: nn.Module
+    options: dict = field(default_factory=dict)
+    backend: SDPBackend | None = None
+
+    def __call__(self, **inputs):
+        with _only(self.backend):
+            return self.model(**inputs, **self.options)
+
+
+class Peers(dict):
+    """Peers by name. Those that cannot run here are left out, with the reason in `skipped`."""
+
+    def __init__(self):
+        super().__init__()
+        self.skipped: dict[str, str] = {}
+
+    def add(self, name: str, make: Callable[[], Callable], trial: Callable[[Callable], object] | None = None):
+        """
+        Adds what `make` returns, if it survives the `trial`. Errors of both are the reason to leave it out; without a
+        trial, which is for peers that may be missing, they are raised.
+        """
+        if trial is None:
+            self[name] = make()
+            return
+        try:
+            peer = make()
+            trial(peer)
+        except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            self.skipped[name] = " ".join(str(error).split())[:160] or type(error).__name__
+        else:
+            self[name] = peer
+
+    def add_engines(
+        self,
+        shape: Shape,
+        queries: int,
+        kept_layers: int,
+        make: Callable[[LSGPTConfig, str, SDPBackend | None], Callable],
+        trial: Callable[[Callable], object],
+    ):
+        """
+        Adds `lsgpt` and `mhsa` on every engine.
+
+        Args:
+            shape: What is benchmarked.
+            queries: Number of tokens that attend at once.
+            kept_layers: Number of layers whose attention weights exist at the same time.
+            make: Makes a peer from a configuration, an engine and an SDPA kernel.
+            trial: Runs a peer, small.
+        """
+        mhsa, heads = shape.config.equal_mhsa(), shape.config.num_attention_heads
+        pairs = shape.batch_size * queries * shape.length
+        for family, config in (("lsgpt", shape.config), ("mhsa", mhsa)):
+            for engine in shape.engines:
+                name = f"{family} {engine}"
+                if name == "lsgpt eager":
+                    continue
+                if engine == "eager" and pairs * heads * kept_layers * shape.dtype.itemsize > DENSE_BYTES:
+                    self.skipped[name] = "it is dense, and its attention weights are too many"
+                elif engine == "flex_attention" and shape.device == "cpu" and pairs > DENSE_BYTES:
+                    self.skipped[name] = "on the CPU its mask is made from a dense one, which is too large"
+                elif "flash" in engine and not is_flash_attn_2_available():
+                    self.skipped[name] = "flash-attn is not installed, or there is no GPU for it"
+                else:
+                    self.add(name, partial(make, config, engine, None), None if engine == "sdpa" else trial)
+        for name, backend in SDPA_BACKENDS.items():
+            if shape.device == "cuda":
+                self.add(f"mhsa {name}", partial(make, mhsa, "sdpa", backend), trial)
+
+
+def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
+    """
+    The peers as models.
+
+    GPT-2s share one set of parameters, and all others another: memory for several is scarce at long lengths.
+
+    Args:
+        shape: What is benchmarked.
+        task: What they must be able to do, `"prefill"`, `"train"` or `"decode"`.
+
+    Returns:
+        The shape, with as many positions as its length needs, and the peers.
+    """
+    config = copy.deepcopy(shape.config)
+    config.max_position_embeddings = max(config.max_position_embeddings, shape.length + SPARE_POSITIONS)
+    shape, training = shape._replace(config=config), task == "train"
+    torch.manual_seed(0)
+    model = new_model(config, "sdpa", shape).train(training)
+    gpt2 = new_model(gpt2_config(config), "sdpa", shape).train(training)
+    gpt2.loss_type = "ForCausalLM"  # the one that it takes anyway, after a warning
+
+    def try_out(peer: Peer):
+        ids = torch.randint(config.vocab_size, (1, min(shape.length, 2 * config.sliding_window + 1)))
+        ids = ids.to(shape.device)
+        with torch.set_grad_enabled(training):
+            output = peer(input_ids=ids, labels=ids, use_cache=not training)
+            if task == "decode":
+                peer(input_ids=ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+        if training:
+            output.loss.backward()
+            peer.model.zero_grad()
+
+    peers = Peers()
+    peers.add_engines(
+        shape,
+        1 if task == "decode" else shape.length,
+        config.num_hidden_layers if training else 1,
+        lambda config, engine, backend: Peer(twin(model, engine, config), backend=backend),
+        try_out,
+    )
+    peers["gpt2 sdpa"] = Peer(gpt2)
+    peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
+    peers["gpt2-gelu sdpa"].model.loss_type = "ForCausalLM"
+    peers["limit sdpa"] = make_limit(model)
+    return shape, peers
+
+
+def new_model(config: PreTrainedConfig, engine: str, shape: Shape) -> nn.Module:
+    """A model with random weights, in the precision and on the device of `shape`."""
+    config = copy.deepcopy(config)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=shape.dtype).to(shape.device)
+
+
+def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) -> nn.Module:
+    """A model with the very parameters of `model`, on another engine or with another configuration."""
+    weight = model.lm_head.weight
+    config = copy.deepcopy(model.config if config is None else config)
+    with no_init_weights():
+        other = AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=weight.dtype)
+    other.to(weight.device).train(model.training)
+    other.load_state_dict(dict(model.named_parameters(remove_duplicate=False)), assign=True)
+    return other
+
+
+def gpt2_config(config: LSGPTConfig, activation: str = "gelu_new") -> GPT2Config:
+    """Transformers' GPT-2 with the layers, heads, widths, positions and vocabulary of `config`, and no dropout."""
+    return GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position_embeddings,
+        n_embd=config.hidden_size,
+        n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads,
+        n_inner=config.intermediate_size,
+        activation_function=activation,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def make_limit(model: nn.Module) -> Peer:
+    """
+    `model` on the `sdpa` engine without the attention of its local heads, masks and cache updates included: a local
+    head returns its values, as if each token saw itself only. The projections of all heads stay.
+    """
+    limit = twin(model, "sdpa")
+    for layer in attention_layers(limit):
+        for group in layer.head_groups:
+            if group.kind == LOCAL:
+                group.forward = _return_values(group)
+    # The finished masks: `None` lets the global heads be causal, as without padding they are.
+    return Peer(limit, options={"attention_mask": {GLOBAL: None, LOCAL: None}})
+
+
+def _return_values(group: HeadGroup) -> Callable:
+    def forward(query, key, value, *args, **kwargs):
+        return repeat_kv(value, group.num_key_value_groups).transpose(1, 2)
+
+    return forward
+
+
+def attention_function(config: LSGPTConfig, engine: str, backend: SDPBackend | None = None) -> Callable:
+    """
+    The attention of one layer, as the model computes it, the making of the masks included: a function of query
+    `(B, H, T, D)`, key and value `(B, H_kv, T, D)` that returns outputs `(B, T, H, D)`.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = engine
+    with torch.device("meta"):  # the projections are not used
+        layer = LSGPTAttention(config, 0).eval()
+
+    def attend(query, key, value):
+        with _only(backend):
+            masks = create_attention_masks(config, query.new_empty(query.shape[0], query.shape[2], 0))
+            return layer.attend(query, key, value, masks)[0]
+
+    return attend
+
+
+def _only(backend: SDPBackend | None):
+    return nullcontext() if backend is None else sdpa_kernel(backend)

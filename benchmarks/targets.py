@@ -1,0 +1,26 @@
+"""The ratios that the engines must reach."""
+
+TARGETS = {
+    ("cpu", "attention", "lsgpt", "mhsa"): {2048: 0.33, 8192: 0.17, 32768: 0.12},
+    ("cpu", "prefill", "lsgpt", "gpt2"): {2048: 0.88, 8192: 0.66, 32768: 0.36},
+    ("cpu", "prefill", "lsgpt", "limit"): {2048: 1.06, 8192: 1.06, 32768: 1.06},
+    ("cpu", "train", "lsgpt", "gpt2"): {2048: 0.78, 8192: 0.56},
+    ("cpu", "train", "lsgpt", "limit"): {2048: 1.06, 8192: 1.06},
+    ("cpu", "decode", "lsgpt", "gpt2"): {2048: 0.85, 8192: 0.42, 32768: 0.25},
+    ("cpu", "cache", "lsgpt", "gpt2"): {2048: 0.128, 8192: 0.095, 32768: 0.087},
+    ("cuda", "prefill", "lsgpt", "mhsa"): {2048: 0.95, 8192: 0.57, 32768: 0.28},
+    ("cuda", "train", "lsgpt", "mhsa"): {2048: 0.95, 8192: 0.57, 32768: 0.30},
+    ("cuda", "train", "telemetry", "lsgpt"): {2048: 1.02, 8192: 1.02, 32768: 1.02},
+    ("cuda", "decode", "lsgpt", "mhsa"): {2048: 1.0, 8192: 0.5, 32768: 0.25},  # 1, 2 and 4 times the tokens per second
+}
+"""
+Largest ratios, `{(device, benchmark, family, other family): {tokens: ratio}}`: medians of ratios of time, or for
+`cache` ratios of bytes.
+
+They are for the preset `gpt2-small`, each family on its fastest engine: on 2 CPU cores in float32 with batch 1, and on
+an H200 in bfloat16 with batches of 8, 2 and 1, or 16 for decoding. Training over 32,768 tokens has no target on the
+CPU: its logits fill the memory of such a machine.
+"""
+
+LENGTHS = (2048, 8192, 32768)
+"""Tokens at which there are targets."""

@@ -1,0 +1,64 @@
+"""Times peers in turn, and compares their times round by round."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def measure(
+    peers: dict[str, Callable[[], Callable]], device: str, budget: float, min_rounds: int = 3, max_rounds: int = 50
+) -> dict[str, list[float]]:
+    """
+    Times peers in turn, A B C A B C ..., so that a disturbance of the machine meets all of them.
+
+    Args:
+        peers: For each name a function that makes ready what is not timed and returns the function to time.
+        device: `"cpu"` or `"cuda"`; on CUDA the clock waits for the device at both ends.
+        budget: Seconds that the rounds may take, beyond the least number of them. The warm-up comes before: one call
+            of each peer, on CUDA three.
+        min_rounds, max_rounds: Bounds of the number of rounds.
+
+    Returns:
+        Seconds of each round.
+    """
+    for _ in range(3 if device == "cuda" else 1):
+        for prepare in peers.values():
+            _seconds(prepare, device)
+    seconds = {name: [] for name in peers}
+    begin, rounds = time.perf_counter(), 0
+    while rounds < min_rounds or (
+        rounds < max_rounds and (time.perf_counter() - begin) * (rounds + 1) / rounds <= budget
+    ):
+        for name, prepare in peers.items():
+            seconds[name].append(_seconds(prepare, device))
+        rounds += 1
+    return seconds
+
+
+def _seconds(prepare: Callable[[], Callable], device: str) -> float:
+    run = prepare()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> dict[str, float]:
+    """
+    How two peers' times compare: `median`, `low` and `high` of the ratios of the rounds.
+
+    It is not the ratio of medians: what slows a round down slows both, and leaves their ratio.
+    """
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
+def fastest(seconds: dict[str, list[float]], family: str) -> str | None:
+    """The peer with the smallest median among those whose name begins with the word `family`, or `None`."""
+    members = [name for name in seconds if name.split(maxsplit=1)[0] == family]
+    return min(members, key=lambda name: statistics.median(seconds[name]), default=None)

@@ -1,0 +1,44 @@
+"""Training: forward pass with labels, backward pass and AdamW step.
+
+On CUDA the family `telemetry` is timed too: `lsgpt` with every head's largest logit measured on each step.
+"""
+
+from functools import partial
+
+import torch
+
+from lsgpt.modeling_lsgpt import MaxLogits
+
+from .gate import check_peer
+from .peers import Benchmark, Peer, Shape, build_models
+from .prefill import is_ours
+
+
+def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
+    """The peers at one shape. With `telemetry`, by default on CUDA, `lsgpt` is also timed measuring its logits."""
+    shape, peers = build_models(shape, "train")
+    ids = shape.token_ids()
+    # A learning rate of 0 costs the same and leaves the weights as the gates have seen them. Peers with shared weights
+    # share their optimizer too.
+    shared = torch.optim.AdamW(peers["lsgpt sdpa"].model.parameters(), lr=0.0, fused=True)
+    own = torch.optim.AdamW(peers["gpt2 sdpa"].model.parameters(), lr=0.0, fused=True)
+
+    def step(peer: Peer, optimizer: torch.optim.Optimizer):
+        peer(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def measured_step(peer: Peer, optimizer: torch.optim.Optimizer):
+        logits = MaxLogits(peer.model)
+        logits.start()
+        step(peer, optimizer)
+        logits.read()
+        logits.stop()
+
+    gates = [partial(check_peer, name, peer, shape, "train") for name, peer in peers.items() if is_ours(name)]
+    runs = {
+        name: partial(partial, step, peer, own if name.startswith("gpt2") else shared) for name, peer in peers.items()
+    }
+    if shape.device == "cuda" if telemetry is None else telemetry:
+        runs["telemetry sdpa"] = partial(partial, measured_step, peers["lsgpt sdpa"], shared)
+    return Benchmark(runs, gates, peers.skipped)

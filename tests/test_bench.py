@@ -1,0 +1,301 @@
+"""The benchmark suite on tiny shapes: what it writes, what it refuses to time, and how it counts."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from PIL import Image
+from transformers import modeling_utils
+
+import lsgpt_cli
+from lsgpt.benchmarks import attention, decode, floor, peers, prefill, suite, timing, train
+from lsgpt.benchmarks.peers import Shape
+from lsgpt.configuration import load_preset
+from lsgpt.modeling_lsgpt import attention_lsgpt
+from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
+
+
+@pytest.fixture
+def shape():
+    """Longer than two windows and no multiple of a block, so that local heads take the blocked path."""
+    return Shape(load_preset("demo", sliding_window=20), length=75, batch_size=2, engines=("sdpa",))
+
+
+def check(benchmark):
+    for gate in benchmark.gates:
+        gate()
+
+
+def test_command(tmp_path, capsys):
+    command = ["bench", "--preset", "demo", "--device", "cpu", "--lengths", "40", "130", "--budget", "0"]
+    command += ["--engines", "sdpa", "eager", "flash_attention_2", "--output", str(tmp_path)]
+    assert lsgpt_cli.main(command) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
+    assert result["command"].startswith("lsgpt bench --preset demo")
+    assert result["machine"].keys() >= {"processor", "cores", "threads", "torch", "transformers"}
+    assert result["model"]["num_global_heads"] == 1
+
+    names = ["attention", "prefill", "decode", "train"]
+    assert [(row["benchmark"], row["length"]) for row in result["rows"]] == [(x, n) for x in names for n in (40, 130)]
+    for row in result["rows"]:
+        ours = {"lsgpt sdpa", "mhsa sdpa", "mhsa eager", "limit sdpa"}
+        assert row["seconds"].keys() == ours | (
+            set() if row["benchmark"] == "attention" else {"gpt2 sdpa", "gpt2-gelu sdpa"}
+        )
+        assert row["skipped"].keys() == {"lsgpt flash_attention_2", "mhsa flash_attention_2"}
+        assert row["gates"] == (6 if row["benchmark"] == "decode" else 3)
+        assert all(len(seconds) == 3 for seconds in row["seconds"].values())
+        for x in row["ratios"]:
+            if x["benchmark"] == "cache":
+                continue
+            a, b = (row["seconds"][peer] for peer in x["peers"])
+            assert x["median"] == pytest.approx(statistics.median(i / j for i, j in zip(a, b)))
+            assert x["target"] is None  # they are for another shape
+            assert " / ".join(x["peers"]) in printed
+        assert Image.open(tmp_path / f"bench-cpu-{row['benchmark']}.png").format == "PNG"
+
+    caches = {row["length"]: row["cache_bytes"] for row in result["rows"] if "cache_bytes" in row}
+    a_token = 2 * 2 * 24 * 4  # layers, key and value, head_dim, bytes
+    assert caches[130] == {"lsgpt": a_token * (130 + 5 * 49), "mhsa": a_token * 6 * 130, "gpt2": a_token * 6 * 130}
+    assert caches[40]["lsgpt"] == caches[40]["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prefil"], "unknown benchmark 'prefil'; did you mean 'prefill'?"),
+        (["prefill", "memory"], "'memory' has options of its own and runs alone: lsgpt bench memory"),
+        (["--lengths", "2048", "2"], "`--lengths` must be 3 or more; got 2"),
+        (["--preset", "dem"], "did you mean 'demo'"),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    assert lsgpt_cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory", "telemetry"])
+def test_other_measurements_get_their_own_options(name, monkeypatch):
+    got = []
+    monkeypatch.setattr(f"lsgpt.benchmarks.{name}.main", got.extend)
+    assert lsgpt_cli.main(["bench", name, "--output", "x.json"]) == 0
+    assert got == ["--output", "x.json"]
+
+
+def test_peers_are_timed_in_turn(monkeypatch):
+    clock, log = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def peer(name, seconds):
+        def prepare():
+            clock[0] += 0.5  # nobody's time
+
+            def run():
+                log.append(name)
+                clock[0] += seconds
+
+            return run
+
+        return prepare
+
+    runs = {"a": peer("a", 1.0), "b": peer("b", 3.0)}
+    assert timing.measure(runs, "cpu", budget=20.0) == {"a": [1.0] * 4, "b": [3.0] * 4}
+    assert log == ["a", "b"] * (1 + 4)  # a warm-up, and as many rounds of 5 seconds as the budget has room for
+    assert timing.measure(runs, "cpu", budget=0.0, min_rounds=2)["a"] == [1.0] * 2
+    assert timing.measure(runs, "cpu", budget=1000.0, max_rounds=7)["a"] == [1.0] * 7
+
+
+def test_ratios_of_given_times():
+    seconds = {
+        "lsgpt sdpa": [2.0, 4.0, 2.0],
+        "lsgpt other": [5.0, 6.0, 5.0],
+        "mhsa sdpa": [9.0, 9.0, 9.0],
+        "mhsa other": [8.0, 5.0, 5.0],
+        "limit sdpa": [2.0, 2.0, 1.0],
+    }
+    shape = Shape(load_preset("gpt2-small"), 2048)
+    ratios = suite.compare_peers("prefill", shape, seconds, {}, judged=True)
+    found = {x["families"]: x for x in ratios}
+    assert found.keys() == {("lsgpt", "mhsa"), ("lsgpt", "limit"), ("limit", "mhsa")}
+    ours = found["lsgpt", "mhsa"]
+    assert ours["peers"] == ["lsgpt sdpa", "mhsa other"]
+    # By round 0.25, 0.8 and 0.4; the ratio of the medians would be another one.
+    assert (ours["median"], ours["low"], ours["high"]) == (0.4, 0.25, 0.8)
+    assert (ours["target"], ours["met"]) == (None, None)
+    assert (found["lsgpt", "limit"]["median"], found["lsgpt", "limit"]["met"]) == (2.0, False)
+    assert found["lsgpt", "limit"]["target"] == 1.06
+
+    on_cuda = suite.compare_peers("prefill", shape._replace(device="cuda"), seconds, {}, judged=True)
+    assert [(x["target"], x["met"]) for x in on_cuda if x["families"] == ("lsgpt", "mhsa")] == [(0.95, True)]
+    assert not any(x["target"] for x in suite.compare_peers("prefill", shape, seconds, {}, judged=False))
+
+    cache = suite.compare_peers("decode", shape, {}, {"lsgpt": 129, "gpt2": 1000}, judged=True)
+    assert [(x["median"], x["target"], x["met"]) for x in cache] == [(0.129, 0.128, False)]
+
+
+def narrow_window(query, key, value, blocked_mask, *args):
+    """The blocked engine with a window that is short of one key."""
+    return blocked(query, key, value, blocked_mask & blocked_mask.roll(1, dims=-1), *args)
+
+
+def wrong_gradient(query, key, value, *args):
+    """The blocked engine with right outputs and gradients of values that are too large by 1%."""
+    return blocked(query, key, 1.01 * value - 0.01 * value.detach(), *args)
+
+
+blocked = attention_lsgpt.blocked_attention_forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("benchmark", [attention, prefill, train])
+def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
+    shape = shape._replace(dtype=dtype)
+    check(benchmark.prepare(shape))
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
+    with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
+        check(benchmark.prepare(shape))
+
+
+@pytest.mark.parametrize("benchmark", [attention, train])
+def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", wrong_gradient)
+    with pytest.raises(RuntimeError, match="gradients of values of local heads: wrong by"):
+        check(benchmark.prepare(shape))
+
+
+@pytest.mark.parametrize(("fault", "what"), [(narrow_window, "logits"), (wrong_gradient, "gradient of ")])
+def test_wrong_model_is_not_timed(fault, what, shape, monkeypatch):
+    # Attention alone is not looked at.
+    monkeypatch.setattr("lsgpt.benchmarks.gate.check_attention", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", fault)
+    with pytest.raises(RuntimeError, match=f"lsgpt sdpa, {what}.* of 75 tokens: wrong by"):
+        check(train.prepare(shape))
+
+
+@pytest.mark.parametrize("kind", ["lsgpt", "mhsa"])
+def test_wrong_decoding_is_not_timed(kind, shape, monkeypatch):
+    def forgets_a_key(module, query, key, value, mask, **kwargs):
+        is_local = getattr(module, "sliding_window", None) is not None
+        if query.shape[2] == 1 and is_local == (kind == "lsgpt"):
+            key, value, mask = key[:, :, 1:], value[:, :, 1:], None if mask is None else mask[..., 1:]
+        return attend(module, query, key, value, mask, **kwargs)
+
+    attend = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    check(decode.prepare(shape))
+    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", forgets_a_key)
+    benchmark = decode.prepare(shape)
+    if kind == "mhsa":  # the global heads of `lsgpt` are as wrong, and come first
+        benchmark = benchmark._replace(gates=[gate for gate in benchmark.gates if gate.args[0] == "mhsa sdpa"])
+    with pytest.raises(RuntimeError, match=f"{kind} sdpa, logits after 75 tokens: wrong by"):
+        check(benchmark)
+
+
+def test_wrong_multi_head_attention_is_not_timed(shape, monkeypatch):
+    def sees_the_future(query, key, value, backend=None):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "causal_attention", sees_the_future)
+    with pytest.raises(RuntimeError, match="mhsa sdpa, attention at 75 tokens, outputs of global heads: wrong by"):
+        check(attention.prepare(shape))
+
+
+def test_nothing_is_timed_before_the_gates(shape, monkeypatch):
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
+    monkeypatch.setattr(suite, "measure", lambda *args: pytest.fail("timed"))
+    with pytest.raises(RuntimeError, match="it is not timed"):
+        suite.run("prefill", shape, budget=0.0)
+
+
+def test_limit_leaves_local_attention_out(shape):
+    shape, models = peers.build_models(shape, "prefill")
+    ours, limit = models["lsgpt sdpa"], models["limit sdpa"]
+    assert ours.model.lm_head.weight is limit.model.lm_head.weight
+    query, key, value = torch.randn(3, 2, 6, 75, 24)
+    masks = masking(ours.model, query)
+    expected = attention_layers(ours.model)[0].attend(query, key, value, masks)[0]
+    actual = attention_layers(limit.model)[0].attend(query, key, value, limit.options["attention_mask"])[0]
+    torch.testing.assert_close(actual[:, :, :1], expected[:, :, :1], rtol=0, atol=0)
+    assert torch.equal(actual[:, :, 1:], value[:, 1:].transpose(1, 2))
+    assert not torch.allclose(expected[:, :, 1:], actual[:, :, 1:], atol=0.1)
+
+    ids = shape.token_ids()
+    with torch.no_grad():
+        cache = limit(input_ids=ids, use_cache=True).past_key_values
+        limit(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    assert [layer.get_seq_length() for layer in cache.layers] == [76, 0, 76, 0]  # of global and local heads
+
+
+def masking(model, query):
+    return peers.create_attention_masks(model.config, query.new_empty(query.shape[0], query.shape[2], 0))
+
+
+def test_gpt2_has_the_same_shape(shape):
+    _, models = peers.build_models(shape, "train")
+    gpt2, ours = models["gpt2 sdpa"].model, models["lsgpt sdpa"].model
+    matrices = [sum(x.numel() for x in model.parameters() if x.ndim == 2) for model in (gpt2, ours)]
+    # GPT-2's output matrix is its embedding's, and ours has rotary positions.
+    positions, vocabulary = gpt2.transformer.wpe.weight.numel(), ours.lm_head.weight.numel()
+    assert matrices[0] - positions + vocabulary == matrices[1]
+    assert gpt2.config._attn_implementation == "sdpa"
+    gelu = models["gpt2-gelu sdpa"].model
+    assert (gpt2.config.activation_function, gelu.config.activation_function) == ("gelu_new", "gelu")
+    assert {id(x) for x in gelu.parameters()} == {id(x) for x in gpt2.parameters()}
+
+
+def test_compiled_decoding_passes_the_gate(shape, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    benchmark = decode.prepare(shape, compiled=True)
+    assert {"lsgpt compiled", "mhsa compiled"} < benchmark.peers.keys()
+    check(benchmark)
+    lengths = []
+    monkeypatch.setattr(
+        decode, "decode", lambda peer, cache, shape, count: lengths.append(int(cache.get_seq_length()))
+    )
+    for prepare in benchmark.peers.values():
+        prepare()()
+    assert set(lengths) == {75}  # every round starts from the prompt, though static caches have grown in the gates
+
+
+def test_telemetry_is_timed_as_a_training_step(shape):
+    benchmark = train.prepare(shape, telemetry=True)
+    calls = []
+    benchmark.peers["telemetry sdpa"]()()
+    model = benchmark.gates[0].args[1].model
+    assert all(group.max_logit is None for layer in attention_layers(model) for group in layer.head_groups)
+    handles = [
+        group.register_forward_pre_hook(lambda group, inputs: calls.append(group.max_logit is not None))
+        for layer in attention_layers(model)
+        for group in layer.head_groups
+    ]
+    benchmark.peers["telemetry sdpa"]()()
+    benchmark.peers["lsgpt sdpa"]()()
+    assert calls == [True] * len(handles) + [False] * len(handles)
+
+
+def test_training_leaves_the_weights(shape):
+    benchmark = train.prepare(shape)
+    model = benchmark.gates[0].args[1].model
+    before = [x.clone() for x in model.parameters()]
+    for prepare in benchmark.peers.values():
+        prepare()()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(x.grad is None for x in model.parameters())
+
+
+def test_floor():
+    config = load_preset("gpt2-small")
+    shape = Shape(config, 2048, 8, dtype=torch.bfloat16)
+    tokens, head = 8 * 2048, 2 * config.vocab_size * config.hidden_size
+    operations = floor.floor_seconds("train", config, shape, (1e12, 1e30))
+    assert operations == pytest.approx(3 * tokens * config.flops_per_token(2048) / 1e12)
+    prefill = floor.floor_seconds("prefill", config, shape, (1e12, 1e30))
+    assert prefill == pytest.approx((tokens * config.flops_per_token(2048) - (tokens - 8) * head) / 1e12)
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    decoding = floor.floor_seconds("decode", config, shape, (1e30, 1e9))
+    assert decoding == pytest.approx((2 * matrices + 8 * config.kv_cache_bytes(2048)) / 1e9)
+    # The attention of 12 layers is what a token costs beyond its matrices, and 3.5 times that with the backward pass.
+    alone = floor.floor_seconds("attention", config, shape, (1e12, 1e30))
+    assert alone == pytest.approx(3.5 / 12 * tokens * (config.flops_per_token(2048) - 2 * matrices) / 1e12)
+    assert all(rate > 0 for rate in floor.measure_rates("cpu", torch.float32, size=64))
