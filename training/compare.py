@@ -63,7 +63,8 @@ def compare(
     _write_recipes(folder, recipes)
     trained = _trained_tokenizer(base)
     if trained and not (folder / "tokenizer").exists():
-        make_tokenizer(base.data, base.build_config(), load_texts(base.data), folder / "tokenizer")
+        tokenizer = make_tokenizer(base.data, base.build_config(), load_texts(base.data))
+        tokenizer.save_pretrained(folder / "tokenizer")
 
     seeds = [base.training.seed + i for i in range(num_seeds)]
     runs = [(arm, seed) for seed in seeds for arm in arguments]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import (
     AutoModelForCausalLM,
@@ -71,8 +72,11 @@ def build_trainer(arguments: Arguments) -> Trainer:
         make_folder(arguments)
     set_seed(args.seed)
     config = arguments.build_config()
-    with args.main_process_first(desc="tokenizing"):  # the other processes find everything in its cache
-        tokenizer, blocks = load_blocks(arguments, config)
+    with args.main_process_first(desc="loading"):  # the other processes find everything in its cache
+        documents = load_texts(arguments.data)
+    tokenizer = get_tokenizer(arguments, config, documents)
+    with args.main_process_first(desc="tokenizing"):
+        blocks = make_blocks(arguments, documents, tokenizer)
 
     model = build_model(arguments, config, tokenizer)
     if "z-loss" in stabilizers:
@@ -111,24 +115,31 @@ def build_trainer(arguments: Arguments) -> Trainer:
     return trainer
 
 
-def load_blocks(
-    arguments: Arguments, config: LSGPTConfig
-) -> tuple[PreTrainedTokenizerBase, dict[str, Dataset | IterableDataset]]:
-    """The tokenizer, and the packed blocks of the splits `train` and `validation`."""
+def get_tokenizer(
+    arguments: Arguments, config: LSGPTConfig, documents: DatasetDict | IterableDatasetDict
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run: the checkpoint's, the one that is named, or a trained one, the same in all processes."""
     data, args = arguments.data, arguments.training
-    documents = load_texts(data)
     name = args.resume_from_checkpoint or arguments.model.model_name_or_path or data.tokenizer
     if name in ALGORITHMS:
-        if args.local_process_index == 0:
-            make_tokenizer(data, config, documents, args.output_dir)
-        name = args.output_dir
-    tokenizer = load_tokenizer(str(name), config.vocab_size)
+        # By one process for all: trained twice, Unigram numbers the same tokens differently.
+        tokenizer = make_tokenizer(data, config, documents) if args.process_index == 0 else None
+        tokenizer = broadcast_object_list([tokenizer])[0]
+    else:
+        tokenizer = load_tokenizer(str(name), config.vocab_size)
     prompt_length = len(tokenizer(data.prompt)["input_ids"])
     if not 1 <= prompt_length < config.max_position_embeddings:
         raise ValueError(
             f"`prompt` must have between 1 and {config.max_position_embeddings - 1} tokens; got {prompt_length}"
         )
+    return tokenizer
 
+
+def make_blocks(
+    arguments: Arguments, documents: DatasetDict | IterableDatasetDict, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Dataset | IterableDataset]:
+    """The packed blocks of the splits `train` and `validation`."""
+    data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
         tokens = tokenize(texts, tokenizer, data.preprocessing_num_workers)
@@ -144,7 +155,7 @@ def load_blocks(
         blocks["validation"] = blocks["validation"].take(
             data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
         )
-    return tokenizer, blocks
+    return blocks
 
 
 def load_texts(data: DataArguments) -> DatasetDict | IterableDatasetDict:
@@ -159,13 +170,12 @@ def load_texts(data: DataArguments) -> DatasetDict | IterableDatasetDict:
 
 
 def make_tokenizer(
-    data: DataArguments, config: LSGPTConfig, documents: DatasetDict | IterableDatasetDict, folder: str
-):
-    """Trains the tokenizer that `data` asks for, and saves it in `folder`."""
+    data: DataArguments, config: LSGPTConfig, documents: DatasetDict | IterableDatasetDict
+) -> PreTrainedTokenizerBase:
+    """Trains the tokenizer that `data` asks for."""
     print(f"Training a tokenizer of {config.vocab_size:,} tokens on {data.dataset_name}", flush=True)
     texts = (document["text"] for document in documents["train"])
-    texts = first_characters(texts, data.max_tokenizer_characters)
-    train_tokenizer(texts, config.vocab_size, data.tokenizer).save_pretrained(folder)
+    return train_tokenizer(first_characters(texts, data.max_tokenizer_characters), config.vocab_size, data.tokenizer)
 
 
 def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -285,3 +285,27 @@ def test_two_processes_train_as_one(recipe, tmp_path, monkeypatch):
             {k: v for k, v in expected.items() if k != "eval_loss"}, rel=1e-4
         )
     assert result.stdout.count("The model continues") == 1
+
+
+SAME_TOKENIZER = """
+import hashlib, sys
+from lsgpt.training import build_trainer, parse_arguments
+
+trainer = build_trainer(parse_arguments(sys.argv[1], ["--tokenizer", "unigram"]))
+digest = hashlib.sha256(trainer.processing_class.backend_tokenizer.to_str().encode()).hexdigest()
+print(f"\\nprocess {trainer.args.process_index} of {trainer.args.world_size} has {digest}", flush=True)
+"""
+
+
+def test_all_processes_have_the_tokenizer_that_one_trained(recipe, tmp_path, monkeypatch):
+    """Each would number the tokens of Unigram in its own way."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SAME_TOKENIZER, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [*command, "script.py", recipe()], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    found = dict(re.findall(r"process (\d) of 2 has (\w+)", result.stdout))
+    assert found.keys() == {"0", "1"} and found["0"] == found["1"]
