@@ -75,5 +75,5 @@ def test_broken_recipes(tmp_path):
     with pytest.raises(ValueError, match=r"recipe\.yaml is no YAML"):
         load_recipe(recipe)
     recipe.write_text("just text")
-    with pytest.raises(ValueError, match="must be a mapping from field names to values; got str"):
+    with pytest.raises(ValueError, match="must be a mapping from names to values; got str"):
         load_recipe(recipe)
