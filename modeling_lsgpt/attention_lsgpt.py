@@ -69,6 +69,36 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+class _CutKeys(torch.autograd.Function):
+    """
+    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * H_kv, N, C + W - 1, D)`.
+
+    The spans overlap, and are views of one padded copy. PyTorch's own gradient of such views adds up element by
+    element; here a span is taken apart into pieces of C keys or less, which are added for all blocks together.
+    """
+
+    @staticmethod
+    def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
+        batch_size, num_heads, length, head_dim = keys.shape
+        missing = past + num_blocks * block_length - tail - length
+        ctx.sizes = num_blocks, block_length, missing, keys.shape
+        keys = F.pad(keys, (0, 0, missing, tail)).reshape(batch_size * num_heads, -1, head_dim)
+        spans = keys.unfold(1, past + block_length, block_length).transpose(2, 3)
+        # Only the CPU's kernels are known to take overlapping inputs.
+        return spans if keys.device.type == "cpu" else spans.contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        num_blocks, block_length, missing, shape = ctx.sizes
+        span, covered = gradient.shape[2], num_blocks * block_length
+        result = gradient.new_zeros(gradient.shape[0], span - block_length + covered, shape[3])
+        for end in range(span, 0, -block_length):
+            begin = max(end - block_length, 0)
+            blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
+            blocks[:, :, : end - begin] += gradient[:, :, begin:end]
+        return result[:, missing : missing + shape[2]].reshape(shape), None, None, None, None
+
+
 def blocked_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -80,9 +110,9 @@ def blocked_attention_forward(
     """
     Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
 
-    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so the
-    blocks become the batch of one small `scaled_dot_product_attention`. The query heads that share a key/value head
-    stand below each other in the block, and the keys are not repeated.
+    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so one
+    small `scaled_dot_product_attention` does it, whose batch are the heads and whose heads are the blocks. The query
+    heads that share a key/value head stand below each other in the block, and the keys are not repeated.
 
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
@@ -101,28 +131,19 @@ def blocked_attention_forward(
     past = span - block_length  # W - 1
     tail = num_blocks * block_length - q_length
 
-    def cut_queries(query):
+    if tail:
         query = F.pad(query, (0, 0, 0, tail))
-        query = query.view(batch_size, num_kv_heads, groups, num_blocks, block_length, head_dim)
-        query = query.permute(0, 3, 1, 2, 4, 5)
-        return query.reshape(batch_size * num_blocks, num_kv_heads, groups * block_length, head_dim)
-
-    def cut_keys(key):
-        key = key[:, :, -(past + q_length) :]
-        key = F.pad(key, (0, 0, past + q_length - key.shape[2], tail)).unfold(2, span, block_length)
-        return key.permute(0, 2, 1, 4, 3).reshape(batch_size * num_blocks, num_kv_heads, span, head_dim)
-
-    mask = blocked_mask[:, :, :, None].expand(batch_size, -1, -1, groups, -1, -1)
-    output = F.scaled_dot_product_attention(
-        cut_queries(query),
-        cut_keys(key),
-        cut_keys(value),
-        attn_mask=mask.reshape(batch_size * num_blocks, 1, groups * block_length, span),
-        dropout_p=dropout,
-        scale=scaling,
+    query = query.unflatten(2, (num_blocks, block_length)).unflatten(1, (num_kv_heads, groups))
+    query = query.transpose(2, 3).reshape(batch_size * num_kv_heads, num_blocks, groups * block_length, head_dim)
+    keys, values = (
+        _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
     )
-    output = output.view(batch_size, num_blocks, num_kv_heads, groups, block_length, head_dim)
-    output = output.permute(0, 1, 4, 2, 3, 5).reshape(batch_size, -1, num_heads, head_dim)
+    mask = blocked_mask.expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    if mask.shape[0] > 1:
+        mask = mask[:, None].expand(-1, num_kv_heads, -1, -1, -1).flatten(0, 1)
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    output = output.view(batch_size, num_kv_heads, num_blocks, groups, block_length, head_dim)
+    output = output.permute(0, 2, 4, 1, 3, 5).reshape(batch_size, -1, num_heads, head_dim)
     return output[:, :q_length]
 
 
