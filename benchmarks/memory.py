@@ -8,14 +8,13 @@ import argparse
 import json
 import multiprocessing
 import platform
-import resource
-import sys
 from pathlib import Path
 
 import torch
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
+from lsgpt.training.report import peak_memory
 
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
@@ -31,12 +30,6 @@ def peak_of_training_step(length: int, num_global_heads: int) -> float:
     before = peak_memory()
     model(input_ids, labels=input_ids, use_cache=False).loss.backward()
     return peak_memory() - before
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in differs between systems
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main(arguments: list[str] | None = None):
