@@ -168,7 +168,7 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
         (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),
         (["train", "--output_dir", "EMPTY", "--dataset_name", "stdlb"], "did you mean 'stdlib'"),
         (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or hold a complete"),
-        (["train", "finetune"], "`model_name_or_path` must be set for the recipe finetune"),
+        (["train", "finetune"], "`model_name_or_path` must be set without a `preset`"),
         (
             ["train", "finetune", "--model_name_or_path", "GPT2"],
             "must be an LSGPT checkpoint; its model type is 'gpt2'",

@@ -24,7 +24,7 @@ from .telemetry import LogitTelemetryCallback
 class ModelArguments:
     """The model to train."""
 
-    preset: str = field(default="demo", metadata={"help": "Model preset to start from, see `lsgpt info`."})
+    preset: str | None = field(default="demo", metadata={"help": "Model preset to start from, see `lsgpt info`."})
     model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "LSGPT checkpoint to fine-tune, with its tokenizer: a folder or a name on the Hub."},
@@ -131,7 +131,7 @@ _ARGUMENT_TYPES = (ModelArguments, DataArguments, RunArguments, TrainingArgument
 
 
 class Arguments(NamedTuple):
-    """All arguments of a run. Read `training` in every process: its output folder is agreed on between them."""
+    """All arguments of a run."""
 
     model: ModelArguments
     data: DataArguments
@@ -178,14 +178,13 @@ def parse_arguments(
     parser = parser or make_parser()
     defaults = vars(parser.parse_known_args([])[0])
     checkpoint = _find_option("resume_from_checkpoint", overrides)
-    run_folder = None
-    if checkpoint is not None:
-        checkpoint = find_checkpoint(checkpoint)
-        run_folder = checkpoint.parent
-        if recipe is None and (run_folder / "recipe.yaml").is_file():
-            recipe = run_folder / "recipe.yaml"
+    if checkpoint is not None and recipe is None:
+        recipe_of_run = find_checkpoint(checkpoint).parent / "recipe.yaml"
+        recipe = recipe_of_run if recipe_of_run.is_file() else None
     recipe = recipe or "demo"
     values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
+    checkpoint = checkpoint or values.get("resume_from_checkpoint")
+    checkpoint = find_checkpoint(checkpoint) if checkpoint else None
     name = "run" if isinstance(recipe, dict) else Path(recipe).stem
     values["run_name"] = name = values.get("run_name") or name
     known = {f.name for argument_type in _ARGUMENT_TYPES for f in fields(argument_type) if f.init}
@@ -208,7 +207,7 @@ def parse_arguments(
         raise ValueError(f"unknown field {argument.split('=')[0]!r}{hint}")
 
     namespace.resume_from_checkpoint = checkpoint and str(checkpoint)
-    folder = namespace.output_dir or run_folder
+    folder = namespace.output_dir or (checkpoint and checkpoint.parent)
     namespace.output_dir = str(folder or Path("runs") / namespace.run_name)
     model_args, data_args, run_args, training_args = parser.parse_dict(vars(namespace))
     # The output folder is left out, a repetition needs another one; the seed is always told.
@@ -240,9 +239,9 @@ def check_arguments(arguments: Arguments):
     Raises:
         ValueError: Unknown names, a block longer than the model's positions, values that cannot go together.
     """
-    model_args, data_args, run_args, training_args, recipe = arguments
-    if recipe["run_name"] == "finetune" and not model_args.model_name_or_path:
-        raise ValueError("`model_name_or_path` must be set for the recipe finetune: the checkpoint to go on with")
+    model_args, data_args, run_args, training_args, _ = arguments
+    if not (model_args.preset or model_args.model_name_or_path):
+        raise ValueError("`model_name_or_path` must be set without a `preset`: the checkpoint to go on with")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if training_args.world_size != started:
         raise ValueError(

@@ -97,6 +97,7 @@ def load_documents(
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a split train; {dataset_name!r} has {', '.join(splits)}")
+    splits = type(splits)({name: splits[name] for name in ("train", "validation") if name in splits})
     columns = splits["train"].column_names or list(next(iter(splits["train"]), {}))
     if not columns:
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty")
@@ -112,7 +113,7 @@ def load_documents(
             raise ValueError(f"`dataset_name` must have text; split {name} of {dataset_name!r} has none")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], validation_percentage)
-    return type(splits)({name: splits[name] for name in ("train", "validation")})
+    return splits
 
 
 def _local_files(path: Path) -> dict:

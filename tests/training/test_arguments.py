@@ -145,6 +145,8 @@ def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tm
     arguments = parse_arguments("demo", ["--resume_from_checkpoint", str(run / "checkpoint-9"), "--output_dir", "x"])
     assert arguments.training.resume_from_checkpoint == str(run / "checkpoint-9")
     assert arguments.training.output_dir == "x"
+    recipe = write_recipe(tmp_path, f"resume_from_checkpoint: {run}")  # in a recipe, as on the command line
+    assert parse_arguments(recipe).training.resume_from_checkpoint == str(run / "checkpoint-10")
     with pytest.raises(ValueError, match="`resume_from_checkpoint` must be or hold a complete checkpoint; got"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path)])
 
@@ -164,7 +166,7 @@ def test_processes_that_would_not_train_together(monkeypatch):
 def test_shipped_recipes(name, tiny_model, tmp_path):
     overrides = ["--use_cpu", "true"]
     if name == "finetune":
-        with pytest.raises(ValueError, match="`model_name_or_path` must be set for the recipe finetune"):
+        with pytest.raises(ValueError, match="`model_name_or_path` must be set without a `preset`"):
             parse_arguments(name, overrides)
         tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "checkpoint")
         overrides += ["--model_name_or_path", str(tmp_path / "checkpoint")]

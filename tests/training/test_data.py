@@ -160,6 +160,7 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
     if kind == "jsonl":  # a file by itself, and one named for its split
         assert len(list(load_documents(str(folder / "some.jsonl"), streaming=streaming)["train"])) == 43
         write_json_lines(folder / "valid.jsonl", ["held out"])
+        write_json_lines(folder / "test.jsonl", [""])  # not used, and need not be of use
         splits = load_documents(str(folder), streaming=streaming)
         assert [document["text"] for document in splits["validation"]] == ["held out"]
         assert len(list(splits["train"])) == 45
