@@ -139,7 +139,7 @@ def check_peer(name: str, peer: Peer, shape: Shape, task: str):
 def check_model(name: str, peer: Peer, shape: Shape, task: str):
     """
     Compares a model with its twin on the `eager` engine in float32, on one sequence of at most `CHECKED_LENGTH`
-    tokens: in training logits and gradients; otherwise the last three logits, in prefill with a cache to fill, in
+    tokens: in training loss and gradients; otherwise the last three logits, in prefill with a cache to fill, in
     decoding of a prompt and two single tokens. The reference has no cache.
 
     Raises:
@@ -168,10 +168,7 @@ def _train(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     # Matrices only: the gradient of a bias of keys is nothing but rounding.
     weights = {name: weight for name, weight in peer.model.named_parameters() if weight.ndim == 2}
     gradients = torch.autograd.grad(output.loss, list(weights.values()))
-    return {
-        "logits": output.logits,
-        **{f"gradient of {name}": gradient for name, gradient in zip(weights, gradients)},
-    }
+    return {"loss": output.loss, **{f"gradient of {name}": gradient for name, gradient in zip(weights, gradients)}}
 
 
 def _without_cache(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils import is_flash_attn_2_available
@@ -204,6 +204,10 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
     peers["gpt2-gelu sdpa"].model.loss_type = "ForCausalLM"
     peers["limit sdpa"] = make_limit(model)
+    if training:
+        for peer in peers.values():
+            if not isinstance(peer.model, GPT2LMHeadModel):
+                peer.options["skip_logits"] = True  # as in `lsgpt train`; GPT-2 has no such thing
     return shape, peers
 
 

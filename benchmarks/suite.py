@@ -3,24 +3,21 @@
 import argparse
 import gc
 import json
-import os
-import platform
 import shlex
 import statistics
 from importlib import import_module
 from pathlib import Path
 
 import torch
-import transformers
 
 from lsgpt.configuration import load_preset, suggest
 from lsgpt.training.plots import plot_curves
+from lsgpt.training.report import describe_environment
 
 from . import attention, decode, prefill, train
 from .floor import floor_seconds, measure_rates
 from .peers import ENGINES, Shape
 from .targets import LENGTHS, TARGETS
-from .telemetry import processor
 from .timing import fastest, measure, ratio
 
 
@@ -31,7 +28,7 @@ BENCHMARKS = {
     "train": train.prepare,
 }
 
-APART = ("memory", "telemetry")
+APART = ("memory", "telemetry", "long_context")
 """Modules with measurements of their own kind, and with options of their own."""
 
 PAIRS = (
@@ -179,25 +176,6 @@ def save(result: dict, folder: Path, stem: str):
         )
 
 
-def describe_machine(device: str) -> dict:
-    """Hardware and versions."""
-    machine = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    if hasattr(os, "sysconf"):
-        machine["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        machine |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return machine
-
-
 def main(arguments: list[str]):
     """
     Runs what the command line asks for, and saves after every benchmark and length.
@@ -213,7 +191,7 @@ def main(arguments: list[str]):
         prog="lsgpt bench",
         description="Time LSGPT beside multi-head attention and GPT-2 of the same shape, after checking that it "
         "computes the right thing, and save the ratios.",
-        epilog="`lsgpt bench memory` and `lsgpt bench telemetry` have options of their own: ask them for --help.",
+        epilog=f"{', '.join(APART)} have options of their own: lsgpt bench NAME --help.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all of them")
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens; default: those of the targets")
@@ -254,7 +232,7 @@ def main(arguments: list[str]):
     rates = measure_rates(device, dtype) if device == "cuda" else None
     result = {
         "command": shlex.join(["lsgpt", "bench", *arguments]),
-        "machine": describe_machine(device),
+        "machine": describe_environment(),
         "settings": {
             "preset": options.preset,
             "device": device,

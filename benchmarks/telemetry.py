@@ -6,15 +6,12 @@ maxima are compared with those over full score matrices, and the losses with and
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -22,6 +19,7 @@ from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import LOCAL
 from lsgpt.training import LogitTelemetryCallback
+from lsgpt.training.report import describe_environment
 
 
 RESULTS = Path(__file__).parent / "results" / "telemetry.json"
@@ -170,14 +168,6 @@ def summarize(rounds: list[dict], every_n_steps: int) -> dict:
     }
 
 
-def processor() -> str:
-    """Name of the CPU, where the system tells it."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main(arguments: list[str] | None = None):
     """Checks, measures every round, prints the times and ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -222,14 +212,7 @@ def main(arguments: list[str] | None = None):
             ["python -m lsgpt.benchmarks.telemetry", *(f"--{name} {value}" for name, value in settings.items())]
         ),
         "settings": {**settings, "engine": "sdpa", "dtype": "float32"},
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": platform.system(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "machine": describe_environment(),
         **summary,
         "rounds": rounds,
     }

@@ -5,9 +5,12 @@ Shapes: B batch, T new tokens, V `vocab_size`.
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -24,6 +27,10 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_lsgpt import LSGPTAttention
 from .configuration_lsgpt import LSGPTConfig
 from .masking_lsgpt import create_attention_masks
+
+
+LOSS_CHUNK_LENGTH = 512
+"""Tokens of the batch whose logits exist at a time where a loss is computed without returning logits."""
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -280,6 +287,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
@@ -287,11 +295,18 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             labels (`(B, T)`, *optional*): Token ids to predict, the same as `input_ids` (the shift happens inside);
                 -100 is ignored.
             logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
+            skip_logits: Whether to return the loss alone, and never hold the logits of all tokens at once. In
+                training on long blocks they are by far the largest tensor.
             **kwargs: Also `num_items_in_batch`, the number of labels that the summed loss is divided by.
 
         Returns:
-            Logits `(B, T, V)` and, with `labels`, the loss.
+            Logits `(B, T, V)`, unless they are skipped, and with `labels` the loss.
+
+        Raises:
+            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape, or neither labels nor logits.
         """
+        if skip_logits and labels is None:
+            raise ValueError("`skip_logits` must be False without `labels`: there would be nothing to return")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -301,24 +316,79 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
+        hidden_states = outputs.last_hidden_state[:, kept]
+        if labels is not None and labels.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"`labels` must have shape {tuple(hidden_states.shape[:2])}, one label for each token with logits; "
+                f"got {tuple(labels.shape)}"
+            )
 
-        loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"`labels` must have shape {tuple(logits.shape[:2])}, one label for each token with logits; "
-                    f"got {tuple(labels.shape)}"
-                )
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits = loss = None
+        if skip_logits and self.loss_function is ForCausalLMLoss:
+            loss = self._loss_in_chunks(hidden_states, labels, **kwargs)
+        else:
+            logits = self.lm_head(hidden_states)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if skip_logits:
+                logits = None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+    def _loss_in_chunks(
+        self, hidden_states, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+    ) -> torch.Tensor:
+        """`ForCausalLMLoss`, with its arguments, of the logits of `hidden_states` `(B, T, hidden_size)`."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+        hidden_states, targets = hidden_states.flatten(0, 1), shift_labels.flatten().to(hidden_states.device)
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        if self._can_fuse_loss(hidden_states):
+            # PyTorch's own choice is a few dozen tokens, which on the CPU takes several times as long.
+            options = nn.LinearCrossEntropyOptions(
+                batch_chunk_size=LOSS_CHUNK_LENGTH, allow_retain_graph=torch.compiler.is_compiling()
+            )
+            loss = F.linear_cross_entropy(
+                hidden_states,
+                self.lm_head.weight,
+                targets,
+                reduction="sum",
+                ignore_index=ignore_index,
+                options=options,
+            )
+            return loss / torch.as_tensor(count, device=loss.device)
+
+        def loss_of_chunk(hidden_states, targets):
+            return self.loss_function(
+                self.lm_head(hidden_states),
+                labels=None,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=count,
+                ignore_index=ignore_index,
+                shift_labels=targets,
+            )
+
+        chunks = zip(hidden_states.split(LOSS_CHUNK_LENGTH), targets.split(LOSS_CHUNK_LENGTH))
+        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
+
+    def _can_fuse_loss(self, hidden_states: torch.Tensor) -> bool:
+        """Whether PyTorch's fused loss can take the place of `lm_head` and `loss_function`, and is exact."""
+        weight = self.lm_head.weight
+        return (
+            hasattr(F, "linear_cross_entropy")  # PyTorch 2.13
+            and hidden_states.dtype == torch.float32  # it adds bfloat16 losses up in bfloat16: two digits are left
+            and not torch.is_autocast_enabled(hidden_states.device.type)
+            and type(self.lm_head) is nn.Linear  # no adapter, no quantised layer
+            and type(weight) in (torch.Tensor, nn.Parameter)  # no quantised, no sharded tensor
+            and weight.shape
+            == (self.config.vocab_size, self.config.hidden_size)  # not held elsewhere, as by DeepSpeed
+            and weight.device == hidden_states.device
         )
 
 

@@ -34,7 +34,7 @@ def test_command(tmp_path, capsys):
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
     assert result["command"].startswith("lsgpt bench --preset demo")
-    assert result["machine"].keys() >= {"processor", "cores", "threads", "torch", "transformers"}
+    assert result["machine"].keys() >= {"hardware", "system", "Python", "torch", "transformers"}
     assert result["model"]["num_global_heads"] == 1
 
     names = ["attention", "prefill", "decode", "train"]
@@ -165,7 +165,7 @@ def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
         check(benchmark.prepare(shape))
 
 
-@pytest.mark.parametrize(("fault", "what"), [(narrow_window, "logits"), (wrong_gradient, "gradient of ")])
+@pytest.mark.parametrize(("fault", "what"), [(narrow_window, "loss"), (wrong_gradient, "gradient of ")])
 def test_wrong_model_is_not_timed(fault, what, shape, monkeypatch):
     # Attention alone is not looked at.
     monkeypatch.setattr("lsgpt.benchmarks.gate.check_attention", lambda *args, **kwargs: None)

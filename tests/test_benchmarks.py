@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lsgpt.benchmarks import telemetry
+from lsgpt.benchmarks import long_context, memory, telemetry
 from lsgpt.training.telemetry import summarize_max_logits
 
 
@@ -54,3 +54,14 @@ def test_telemetry_that_changes_the_training_is_not_timed(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="changes the losses"):
         telemetry.main([*TINY, "--output", str(tmp_path / "results.json")])
     assert not (tmp_path / "results.json").exists()
+
+
+def test_memory_and_long_context(tmp_path, capsys):
+    memory.main(["--growth_lengths", "64", "--lengths", "--output", str(tmp_path / "memory.json")])
+    lengths = ["--length", "300", "--local_length", "1000", "--chunk_length", "256"]
+    long_context.main([*lengths, "--output", str(tmp_path / "long.json")])
+    assert "local-only" in capsys.readouterr().out
+    whole, local = json.loads((tmp_path / "long.json").read_text(encoding="utf-8"))["rows"]
+    # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
+    assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
+    assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4

@@ -23,13 +23,24 @@ _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets"
 
 def describe_environment() -> dict[str, str]:
     """Hardware and software versions."""
+    hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used"
+    if hasattr(os, "sysconf"):
+        hardware += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     if torch.cuda.is_available():
-        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    else:
-        capability = torch.backends.cpu.get_cpu_capability()
-        device = f"CPU, {torch.get_num_threads()} of {os.cpu_count()} cores used, {platform.machine()} {capability}"
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        name = torch.cuda.get_device_name()
+        hardware = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, CUDA {torch.version.cuda}; {hardware}"
     versions = {name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES}
-    return {"hardware": device, "system": platform.system(), "Python": platform.python_version(), **versions}
+    return {"hardware": hardware, "system": platform.system(), "Python": platform.python_version(), **versions}
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells it, and its instruction set."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def reset_peak_memory():

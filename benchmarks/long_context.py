@@ -1,0 +1,83 @@
+"""Prefill of very long prompts on the CPU, in bounded memory: `lsgpt bench long_context`.
+
+A model with global heads takes its prompt at once, an all-local one in chunks, with a cache that holds a window only.
+Both have the shape of the preset `paper-v1`, with sinusoidal positions, of which there are as many as tokens.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from lsgpt import LSGPTForCausalLM
+from lsgpt.configuration import load_preset
+from lsgpt.training.report import describe_environment, peak_memory
+
+
+RESULTS = Path(__file__).parent / "results" / "long_context.json"
+
+
+def prefill(length: int, chunk_length: int, num_global_heads: int | None) -> dict[str, float]:
+    """
+    Runs a prompt of random tokens through a model that fills a cache.
+
+    Args:
+        length: Tokens of the prompt.
+        chunk_length: Tokens of one forward pass.
+        num_global_heads: `None` leaves the preset's.
+
+    Returns:
+        `seconds`; `peak_bytes`, the most memory beyond the model's own; and `cache_bytes`, the cache at the end.
+    """
+    fields = {} if num_global_heads is None else {"num_global_heads": num_global_heads}
+    config = load_preset("paper-v1", position_embedding_type="sinusoidal", **fields)
+    model = LSGPTForCausalLM(config).eval()
+    input_ids = torch.randint(config.vocab_size, (1, length))
+    cache = DynamicCache(config=config)
+    memory, begin = peak_memory(), time.perf_counter()
+    with torch.no_grad():
+        for chunk in input_ids.split(chunk_length, dim=1):
+            logits = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    if not logits.isfinite().all():
+        raise RuntimeError(f"logits after {length:,} tokens are not finite")
+    return {
+        "seconds": time.perf_counter() - begin,
+        "peak_bytes": peak_memory() - memory,
+        "cache_bytes": sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)),
+    }
+
+
+def main(arguments: list[str] | None = None):
+    """Runs both prompts, prints what they took and writes it to a JSON file."""
+    parser = argparse.ArgumentParser(prog="lsgpt bench long_context", description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=2**17, help="tokens at once; default: %(default)s")
+    parser.add_argument("--local_length", type=int, default=2**20, help="with local heads only; default: %(default)s")
+    parser.add_argument("--chunk_length", type=int, default=2**13, help="of that prompt; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+
+    rows = []
+    for model, *sizes in (
+        ("paper-v1", options.length, options.length, None),
+        ("paper-v1, local heads only", options.local_length, options.chunk_length, 0),
+    ):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # its peak of memory is its own
+            row = pool.apply(prefill, tuple(sizes))
+        rows.append({"model": model, "tokens": sizes[0], "chunk_length": sizes[1], **row})
+        print(
+            f"{model}: {sizes[0]:,} tokens, {sizes[1]:,} at once: {row['seconds']:.0f} s, at most "
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB beyond the model; the cache ends at "
+            f"{row['cache_bytes'] / 2**20:,.1f} MiB",
+            flush=True,
+        )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": describe_environment(), "rows": rows}
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
