@@ -6,7 +6,8 @@ text then means equal computation, not a lucky rounding.
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
@@ -232,3 +233,24 @@ def test_two_cache_layers_per_decoder_layer(tiny_config):
     views = tiny_config(num_key_value_heads=3).per_layer_config
     assert [view.num_key_value_heads for view in views] == [1, 2, 1, 2]
     assert [view.num_attention_heads for view in views] == [2, 4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "values", [SPLITS["rope"] | SPLITS["gqa"], SPLITS["all-local"]], ids=["rope-gqa", "all-local"]
+)
+def test_compiled_decoding_never_recompiles_after_one_warm_up(tiny_model, fresh_compiler, values):
+    model = tiny_model(**values)
+    # What is compiled when does not depend on the backend. On a GPU `generate` compiles by itself.
+    compile_config = CompileConfig(backend="eager", mode=None)
+    compile_config._compile_all_devices = True
+
+    def compilations_of(length):
+        before = counters["stats"]["unique_graphs"]
+        input_ids = torch.randint(97, (1, length))
+        options = {"max_length": 64, "do_sample": False}
+        text = model.generate(input_ids, cache_implementation="static", compile_config=compile_config, **options)
+        assert torch.equal(text, model.generate(input_ids, **options))
+        return counters["stats"]["unique_graphs"] - before
+
+    assert compilations_of(3) > 0  # a short prompt, so that the window of 8 fills up while decoding
+    assert [compilations_of(length) for length in (3, 2, 5, 7, 8, 9, 33, 60)] == [0] * 8
