@@ -1,14 +1,18 @@
 """Attention alone, forward and backward: Long Short-attention beside causal attention in all heads.
 
 The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
-what Transformers' GPT-2 calls. The limit is that call for the global heads.
+what Transformers' GPT-2 calls. The limit is that call for the global heads. On CUDA two more ways to compute it, which
+are no engines of the model, are timed: `lsgpt varlen_attn` and `lsgpt flex-fused`.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from lsgpt.modeling_lsgpt import LSGPTConfig
 
 from .gate import attention_inputs, check_attention
 from .peers import Benchmark, Peers, Shape, attention_function
@@ -44,6 +48,8 @@ def prepare(shape: Shape) -> Benchmark:
     peers.add_engines(shape, shape.length, 1, make, try_out)
     if shape.device == "cuda":
         peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
+        peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
+        peers.add("lsgpt flex-fused", lambda: partial(one_flex_call, config=config), try_out)
     gates = [
         partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
         for name, attend in peers.items()
@@ -62,12 +68,55 @@ def causal_attention(query, key, value, backend: SDPBackend | None = None) -> to
         return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
 
-def variable_length_attention(query, key, value) -> torch.Tensor:
-    """`varlen_attn` of PyTorch 2.10 or later, all heads causal, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`."""
+def variable_length_attention(query, key, value, window: int | None = None) -> torch.Tensor:
+    """
+    `varlen_attn` of PyTorch 2.10 or later, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`.
+
+    All heads are causal, and see `window` keys, their own included, if it is given.
+    """
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 (older versions lack it)
 
-    batch_size, _, length, _ = query.shape
+    batch_size, num_heads, length, _ = query.shape
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     ends = torch.arange(0, (batch_size + 1) * length, length, dtype=torch.int32, device=query.device)
-    output = varlen_attn(*rows, ends, ends, length, length, window_size=(-1, 0))
+    options = {"enable_gqa": True} if key.shape[1] != num_heads else {}
+    past = -1 if window is None else window - 1
+    output = varlen_attn(*rows, ends, ends, length, length, window_size=(past, 0), **options)
     return output.unflatten(0, (batch_size, length))
+
+
+def two_kernels(query, key, value, config: LSGPTConfig) -> torch.Tensor:
+    """Global heads through `scaled_dot_product_attention`, local ones through `varlen_attn`: `(B, T, H, D)`."""
+    split = config.num_global_heads_per_layer[0]
+    kv_split = split * config.num_key_value_heads // config.num_attention_heads
+    parts = [
+        causal_attention(query[:, :split], key[:, :kv_split], value[:, :kv_split]),
+        variable_length_attention(query[:, split:], key[:, kv_split:], value[:, kv_split:], config.sliding_window),
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def one_flex_call(query, key, value, config: LSGPTConfig) -> torch.Tensor:
+    """One compiled FlexAttention call for both kinds of heads, with a mask that has a head axis: `(B, T, H, D)`."""
+    mask = _head_mask(
+        config.num_attention_heads,
+        config.num_global_heads_per_layer[0],
+        config.sliding_window,
+        query.shape[2],
+        str(query.device),
+    )
+    output = _flex_attention()(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1])
+    return output.transpose(1, 2)
+
+
+@cache
+def _flex_attention():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@cache
+def _head_mask(num_heads: int, num_global_heads: int, window: int, length: int, device: str):
+    def visible(batch, head, query, key):
+        return (key <= query) & ((head < num_global_heads) | (key > query - window))
+
+    return create_block_mask(visible, None, num_heads, length, length, device=device)

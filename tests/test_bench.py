@@ -1,7 +1,9 @@
 """The benchmark suite on tiny shapes: what it writes, what it refuses to time, and how it counts."""
 
+import copy
 import json
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from PIL import Image
 from transformers import modeling_utils
 
 import lsgpt_cli
-from lsgpt.benchmarks import attention, decode, floor, peers, prefill, suite, timing, train
+from lsgpt.benchmarks import attention, decode, floor, gate, peers, prefill, suite, timing, train
 from lsgpt.benchmarks.peers import Shape
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import attention_lsgpt
@@ -23,8 +25,8 @@ def shape():
 
 
 def check(benchmark):
-    for gate in benchmark.gates:
-        gate()
+    for run_gate in benchmark.gates:
+        run_gate()
 
 
 def test_command(tmp_path, capsys):
@@ -76,7 +78,7 @@ def test_mistakes(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["memory", "telemetry"])
+@pytest.mark.parametrize("name", ["memory", "telemetry", "long_context"])
 def test_other_measurements_get_their_own_options(name, monkeypatch):
     got = []
     monkeypatch.setattr(f"lsgpt.benchmarks.{name}.main", got.extend)
@@ -163,6 +165,20 @@ def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
     monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", wrong_gradient)
     with pytest.raises(RuntimeError, match="gradients of values of local heads: wrong by"):
         check(benchmark.prepare(shape))
+
+
+def test_one_flex_call_passes_the_gate(shape, fresh_compiler):
+    # Forward only: PyTorch has no backward pass of it on the CPU.
+    attend = partial(attention.one_flex_call, config=shape.config)
+    gate.check_attention("lsgpt flex-fused", attend, shape, 1, gradients=False)
+    with pytest.raises(RuntimeError, match="outputs of local heads: wrong by"):
+        gate.check_attention("lsgpt flex-fused", attend, shape._replace(config=narrower(shape.config)), 1, False)
+
+
+def narrower(config):
+    config = copy.deepcopy(config)
+    config.sliding_window -= 1
+    return config
 
 
 @pytest.mark.parametrize(("fault", "what"), [(narrow_window, "loss"), (wrong_gradient, "gradient of ")])
