@@ -42,6 +42,8 @@ PAIRS = (
 )
 """Families whose times are compared, the fastest peer of each."""
 
+FAMILIES = tuple(dict.fromkeys(family for pair in PAIRS for family in pair))
+
 QUICK_LENGTHS = (512, 2048)
 
 TRAIN_LIMIT = 8192
@@ -68,6 +70,7 @@ def run(
     min_rounds: int = 3,
     judged: bool = False,
     rates: tuple[float, float] | None = None,
+    families: tuple[str, ...] = FAMILIES,
 ) -> dict:
     """
     One benchmark at one shape.
@@ -78,6 +81,7 @@ def run(
         budget, min_rounds: As of `measure`.
         judged: Whether the shape is the one that the targets are for.
         rates: Those of the device, for the floor.
+        families: Those of `FAMILIES` to time; the gates are for all.
 
     Returns:
         The figures; what takes time is in seconds, for decoding per token.
@@ -92,7 +96,8 @@ def run(
         benchmark = BENCHMARKS[name](shape)
         for gate in benchmark.gates:
             gate()
-        times = measure(benchmark.peers, shape.device, budget, min_rounds)
+        peers = {peer: make for peer, make in benchmark.peers.items() if peer.split(maxsplit=1)[0] in families}
+        times = measure(peers, shape.device, budget, min_rounds)
     seconds = {peer: [x / benchmark.repeats for x in rounds] for peer, rounds in times.items()}
     row = {
         "benchmark": name,
@@ -204,6 +209,8 @@ def main(arguments: list[str]):
         type=float,
         help="seconds for a benchmark at a length, beyond the least number of rounds; default: 120, with --quick 3",
     )
+    parser.add_argument("--rounds", type=int, help="least number of rounds; default: 3, with --quick 2")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="default: %(default)s")
     options = parser.parse_args(arguments)
     for name in options.names:
@@ -213,6 +220,8 @@ def main(arguments: list[str]):
             raise ValueError(f"unknown benchmark {name!r}{suggest(name, [*BENCHMARKS, *APART])}")
     if min(options.lengths or [3]) < 3:
         raise ValueError(f"`--lengths` must be 3 or more; got {min(options.lengths)}")
+    if options.rounds is not None and options.rounds < 1:
+        raise ValueError(f"`--rounds` must be 1 or more; got {options.rounds}")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device cuda` needs a GPU that PyTorch can use; there is none")
@@ -252,7 +261,8 @@ def main(arguments: list[str]):
             shape = Shape(config, length, batch_size, device, dtype, tuple(dict.fromkeys(("sdpa", *engines))))
             judged = options.preset == "gpt2-small"
             print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
-            row = run(name, shape, budget, 2 if options.quick else 3, judged, rates)
+            rounds = options.rounds or (2 if options.quick else 3)
+            row = run(name, shape, budget, rounds, judged, rates, tuple(options.families))
             print_row(row)
             result["rows"].append(row)
             save(result, options.output, stem)
