@@ -18,6 +18,7 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
+    attach,
     measure_max_logits,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "LSGPTForSequenceClassification",
     "LSGPTForTokenClassification",
     "LSGPTModel",
+    "attach",
     "measure_max_logits",
 ]

@@ -1,5 +1,6 @@
 """The model. Every file in this folder travels inside a checkpoint: it may import torch, Transformers and siblings."""
 
+from .attach_lsgpt import attach
 from .attention_lsgpt import HeadGroup, LSGPTAttention
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
 from .masking_lsgpt import create_attention_masks
@@ -25,6 +26,7 @@ __all__ = [
     "LSGPTModel",
     "LSGPTPreTrainedModel",
     "MaxLogits",
+    "attach",
     "attention_layers",
     "create_attention_masks",
     "measure_max_logits",

@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_lsgpt import LOCAL, LSGPTConfig
 from .masking_lsgpt import engine_of_step
@@ -131,7 +132,7 @@ def blocked_attention_forward(
     past = span - block_length  # W - 1
     tail = num_blocks * block_length - q_length
 
-    if tail:
+    if is_tracing(query) or tail:  # an exported program is for lengths with and without a tail
         query = F.pad(query, (0, 0, 0, tail))
     query = query.unflatten(2, (num_blocks, block_length)).unflatten(1, (num_kv_heads, groups))
     query = query.transpose(2, 3).reshape(batch_size * num_kv_heads, num_blocks, groups * block_length, head_dim)
@@ -203,6 +204,11 @@ class HeadGroup(nn.Module):
         if isinstance(mask, torch.Tensor) and mask.ndim == 5:
             return blocked_attention_forward(query, key, value, mask, self.scaling, self.dropout)
 
+        if kwargs.get("cache") is not None:
+            raise ValueError(
+                "Transformers' continuous batching keeps as many key/value heads in every cache layer, and those of "
+                "LSGPT differ; use `generate`, or serve the model with vLLM"
+            )
         engine = engine_of_step(self.config, query.shape[2])
         self._check_engine(engine, query)
         if self.softcap is not None:

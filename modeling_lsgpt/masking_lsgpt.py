@@ -7,6 +7,8 @@ same mask functions of `(batch, head, query, key)` indices. The one shape that T
 Shapes: B batch, T queries, S keys, W `sliding_window`, N blocks, C queries in a block.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers import Cache
 from transformers.masking_utils import (
@@ -168,7 +170,7 @@ def _create_mask(
     if engine == "sdpa" and window is not None and q_length > 1 and kv_length > 2 * window:
         if padding_mask is not None:
             mask_function = and_masks(mask_function, padding_mask_function(padding_mask))
-        return _blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_offset)
+        return blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_offset)
 
     # Our eager attention takes boolean masks: they give rows without any key a weight of 0, as `sdpa` does.
     build = sdpa_mask if engine == "eager" else ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(engine)
@@ -190,16 +192,31 @@ def _create_mask(
     )
 
 
-def _blocked_mask(mask_function, window, inputs_embeds, q_length, q_offset, kv_offset):
-    """Evaluates `mask_function` where blocks of C queries meet the C + W - 1 keys that they can see."""
-    device = inputs_embeds.device
+def blocked_mask(
+    mask_function: Callable, window: int, inputs: torch.Tensor, q_length: int, q_offset: int, kv_offset: int
+) -> torch.Tensor:
+    """
+    Evaluates a mask where blocks of C queries meet the C + W - 1 keys that they can see.
+
+    Args:
+        mask_function: Of `(batch, head, query, key)` indices that broadcast, True where a query may attend; no further
+            back than the window.
+        window: W.
+        inputs (`(B, ...)`): Read for batch size and device only.
+        q_length: Number of queries.
+        q_offset, kv_offset: Position of the first query, and of the first key that there is.
+
+    Returns:
+        `(B or 1, N, 1, C, C + W - 1)`, for `blocked_attention_forward`.
+    """
+    device = inputs.device
     block_length = _block_length(window, device)
     num_blocks = -(-q_length // block_length)
     first_query = torch.arange(num_blocks, device=device)[None, :, None, None] * block_length + q_offset
     query = first_query + torch.arange(block_length, device=device)[:, None]
     key = first_query + torch.arange(block_length + window - 1, device=device) - (window - 1)
     end = q_offset + q_length
-    batch = torch.arange(inputs_embeds.shape[0], device=device)[:, None, None, None]
+    batch = torch.arange(inputs.shape[0], device=device)[:, None, None, None]
     # Blocks reach beyond both ends of the sequence; mask functions look tokens up, so their indices are kept inside.
     inside = (key >= kv_offset) & (key < end)
     mask = mask_function(batch, 0, query.clamp(max=end - 1), key.clamp(min=0, max=end - 1)) & inside

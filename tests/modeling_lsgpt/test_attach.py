@@ -6,8 +6,10 @@ ours runs in it but the weights.
 
 import copy
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +68,7 @@ CONFIGS = {
     ),
 }
 HEADS, WINDOW = 8, 8
+DOC = Path(__file__).parents[2] / "docs" / "attach.md"
 
 
 @pytest.fixture(params=CONFIGS)
@@ -162,12 +165,13 @@ def test_masks_of_the_user(config, dtype, length):
     close(model(input_ids, attention_mask=mask).logits, dense_logits(model, input_ids, documents=documents))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5, 37])
-def test_generation(config, chunk_size):
+# The padding of the short prompt is still in the window when the first tokens are decoded.
+@pytest.mark.parametrize(("length", "chunk_size"), [(6, None), (50, None), (50, 5), (50, 37)])
+def test_generation(config, length, chunk_size):
     """Greedy text of a left-padded batch, prefilled at once and in chunks, equals that without a cache."""
     model = build(config)
-    input_ids = torch.randint(2, 97, (2, 50))
-    mask, _ = padding("left", 50)
+    input_ids = torch.randint(2, 97, (2, length))
+    mask, _ = padding("left", length)
     ids, ones = input_ids, mask
     with torch.no_grad():
         for _ in range(12):
@@ -247,6 +251,14 @@ def test_saved_and_restored(config, tmp_path):
         assert torch.equal(model(input_ids).logits, expected)
     full = AutoModelForCausalLM.from_pretrained(tmp_path / "first", attn_implementation="sdpa")
     assert not torch.allclose(full(input_ids).logits, expected, atol=1e-2)
+
+
+def test_document(tmp_path, monkeypatch, capsys):
+    """docs/attach.md runs as printed."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out == "{'num_global_heads': 2, 'sliding_window': 16} long_short\n"
 
 
 def test_no_full_attention_in_silence(tmp_path):

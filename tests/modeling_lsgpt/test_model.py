@@ -348,6 +348,8 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
             LSGPTForCausalLM._from_config(tiny_config(), attn_implementation=f"flash_attention_{version}")
     with pytest.raises(ValueError, match="is not supported"):
         LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="magic")
+    with pytest.raises(ValueError, match="continuous batching keeps as many key/value heads"):
+        tiny_model()(input_ids, cache=object())  # as it passes its paged cache
 
 
 def loss_and_gradients(model, autocast=False, **inputs):
