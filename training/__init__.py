@@ -15,7 +15,7 @@ from .plots import plot_max_logits
 from .report import write_report
 from .stabilizers import STABILIZERS, adagc_optimizer, add_z_loss, attend_in_float32
 from .telemetry import LogitTelemetryCallback, qk_clip
-from .train import build_trainer, run
+from .train import LSGPTTrainer, build_trainer, run
 
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Arguments",
     "BitsPerByte",
     "DataArguments",
+    "LSGPTTrainer",
     "LanguageModelingMetrics",
     "LogitTelemetryCallback",
     "LossByPosition",

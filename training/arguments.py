@@ -115,6 +115,10 @@ class RunArguments:
         default=None,
         metadata={"help": "End the training after this step; the schedule still reaches to max_steps."},
     )
+    license: str | None = field(
+        default=None,
+        metadata={"help": "Licence of the weights for the model card, as the Hub names it: apache-2.0, mit, ..."},
+    )
 
     def __post_init__(self):
         self.stabilizers = read_stabilizers(_read_yaml(self.stabilizers))
@@ -210,11 +214,12 @@ def parse_arguments(
     folder = namespace.output_dir or (checkpoint and checkpoint.parent)
     namespace.output_dir = str(folder or Path("runs") / namespace.run_name)
     model_args, data_args, run_args, training_args = parser.parse_dict(vars(namespace))
-    # The output folder is left out, a repetition needs another one; the seed is always told.
+    # Left out are the output folder, a repetition needs another one, and the token, which would be published with the
+    # recipe; the seed is always told.
     changed = {name: value for name, value in vars(namespace).items() if value != defaults[name]}
-    of_this_run = ("output_dir", "resume_from_checkpoint", *asdict(model_args), *asdict(data_args), *asdict(run_args))
-    changed = {name: value for name, value in changed.items() if name not in of_this_run}
     ours = {**asdict(model_args), **asdict(data_args), **asdict(run_args), "seed": training_args.seed}
+    left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
+    changed = {name: value for name, value in changed.items() if name not in left_out}
     arguments = Arguments(model_args, data_args, run_args, training_args, {**ours, **changed})
     check_arguments(arguments)
     if folder is None and training_args.process_index == 0:
@@ -260,6 +265,8 @@ def check_arguments(arguments: Arguments):
         value = getattr(data_args, name)
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1; got {value}")
+    if training_args.push_to_hub and run_args.license is None:
+        raise ValueError("`license` must be set with `push_to_hub`, such as apache-2.0: the model card names it")
     if run_args.stop_at_step is not None and run_args.stop_at_step < 1:
         raise ValueError(f"`stop_at_step` must be at least 1; got {run_args.stop_at_step}")
     if run_args.max_logit_every_n_steps:

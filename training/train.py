@@ -49,6 +49,40 @@ STREAM_BUFFER = 1000
 """Blocks of a stream that are shuffled together."""
 
 
+class LSGPTTrainer(Trainer):
+    """The stock `Trainer`, but that steps do without logits, and `push_to_hub` brings the card of `lsgpt publish`."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """As in `Trainer`; a training step has no use for the logits, which are its largest tensor."""
+        if model.training and self.label_smoother is None:  # label smoothing computes its loss from the logits
+            inputs = {**inputs, "skip_logits": True}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+    ):
+        """
+        Writes the card of `lsgpt.model_cards.make_card` and its picture into `output_dir`.
+
+        Args:
+            language: Language codes for the metadata.
+            license: The weights' licence; by default that of the recipe.
+            tags: Tags for the metadata, besides our own.
+            model_name: Not used: the card has the name of the repository.
+        """
+        if not self.is_world_process_zero():
+            return
+        # Here, because cards are made with this package's readers of what a run leaves.
+        from lsgpt.model_cards import save_card  # noqa: PLC0415
+
+        tags = [tags] if isinstance(tags, str) else tags or []
+        save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+
+
 def run(arguments: Arguments) -> Trainer:
     """
     Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
@@ -94,7 +128,7 @@ def build_trainer(arguments: Arguments) -> Trainer:
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )
-    trainer = Trainer(
+    trainer = LSGPTTrainer(
         model=model,
         args=args,
         train_dataset=blocks["train"],
@@ -233,11 +267,17 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
     if last_log.get("step") != trainer.state.global_step or trainer.compute_metrics.loss_by_position is None:
         last_log = trainer.evaluate()
-    trainer.save_model()
-    if not is_main:
-        return None
+    trainer.save_model(_internal_call=True)  # as `save_model()`, but a push waits for the report
+    results = _report(trainer, arguments, last_log, seconds) if is_main else None
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    return results
 
-    results = _collect_results(trainer, arguments, last_log, seconds)
+
+def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
+    """Writes what the main process says about the run, which has ended, and returns the results."""
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    results = _collect_results(trainer, arguments, evaluation, seconds)
     unset_hf_deepspeed_config()  # ZeRO-3 would spread this model too, over processes that are no longer here
     # Read back: that works however the weights were spread over processes, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)

@@ -309,3 +309,23 @@ def test_all_processes_have_the_tokenizer_that_one_trained(recipe, tmp_path, mon
     assert result.returncode == 0, result.stderr
     found = dict(re.findall(r"process (\d) of 2 has (\w+)", result.stdout))
     assert found.keys() == {"0", "1"} and found["0"] == found["1"]
+
+
+def test_training_steps_do_without_logits(recipe, tmp_path):
+    overrides = ["--config_overrides", NO_DROPOUT, "--output_dir", str(tmp_path / "run")]
+    trainer = build_trainer(parse_arguments(str(recipe()), overrides))
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss, output = trainer.compute_loss(trainer.model.train(), batch, return_outputs=True)
+    usual_loss, usual_output = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
+    torch.testing.assert_close(loss, usual_loss)
+    assert "logits" not in output
+    assert "logits" in usual_output
+
+    trainer = build_trainer(
+        parse_arguments(
+            str(recipe(label_smoothing_factor=0.1)), [*overrides[:2], "--output_dir", str(tmp_path / "smooth")]
+        )
+    )
+    smooth_loss, output = trainer.compute_loss(trainer.model.train(), dict(batch), return_outputs=True)
+    assert "logits" in output
+    assert smooth_loss != loss

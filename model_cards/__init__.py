@@ -1,0 +1,7 @@
+"""Model cards made from what a run leaves in its folder, and publishing on the Hub."""
+
+from .card import draw_heads, make_card, make_preset_card, save_card
+from .publish import publish
+
+
+__all__ = ["draw_heads", "make_card", "make_preset_card", "publish", "save_card"]

@@ -1,0 +1,430 @@
+"""Model cards: of a run, from what it left in its folder; of a preset, from its configuration."""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lsgpt.configuration import (
+    LSGPTConfig,
+    compare_costs,
+    describe,
+    list_recipes,
+    load_config,
+    load_preset,
+    load_recipe,
+)
+from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments
+from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.data import ALGORITHMS, STDLIB
+from lsgpt.training.report import format_results, points_of, table
+
+
+HEADS_PICTURE = "heads.png"
+
+PLOTS = {
+    "training_plots": {"Training and evaluation loss": "loss.png"},
+    "evaluation_plots": {"Evaluation loss by position in the block: does context help?": "loss_by_position.png"},
+    "logit_plots": {
+        "Largest attention logits over the training": "max_logits.png",
+        "Largest attention logit of each head of the trained model": "max_logits_by_head.png",
+    },
+}
+"""The plots of a run's report that a card shows: their titles and files, by section."""
+
+# `CPUAttentionBackend.get_supported_head_sizes()` of vLLM 0.32.
+_VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+# A preset without a recipe: the recipe that fits it best, and how that differs from the paper.
+_OTHER_RECIPES = {
+    "paper-36l": (
+        "paper-12l",
+        "The recipe is that of another preset; the paper trains 36 layers on OpenWebText with GPT-2's tokenizer.",
+    )
+}
+
+
+def make_card(
+    folder: str | Path,
+    repo_id: str | None = None,
+    license: str | None = None,
+    language: str | list[str] | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """
+    The card of a checkpoint, from the files of `lsgpt train` that stand beside it; what is not there, it calls not
+    recorded or not measured.
+
+    Args:
+        folder: The checkpoint with its tokenizer. The card links `heads.png` (see `draw_heads`) and plots in it.
+        repo_id: The model's name on the Hub, for title and snippets; the folder by default.
+        license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default that of the
+            metadata of a README.md in the folder, or else of the run's recipe.
+        language: Language codes for the metadata.
+        tags: Tags for the metadata, besides our own.
+
+    Raises:
+        ValueError: No checkpoint, no tokenizer, no licence.
+    """
+    folder = Path(folder)
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
+    metadata = find_license(folder, license, recipe)
+    results = _read_results(folder)
+    metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
+    context = {
+        **_describe_model(config),
+        **_describe_snippets(config, repo_id or str(folder), recipe, tokenizer),
+        **_describe_logits(metrics, recipe),
+        "name": name,
+        "heads_picture": HEADS_PICTURE,
+        "license_text": _license_text(metadata),
+        "limits": _limits(config, recipe, results),
+    }
+    for section, plots in PLOTS.items():
+        context[section] = {title: file for title, file in plots.items() if (folder / file).is_file()}
+    if recipe is not None:
+        metadata |= _recipe_metadata(recipe)
+        shown = {field: value for field, value in recipe.items() if value not in (None, {})}
+        context |= {
+            **_describe_recipe(recipe, config),
+            "recipe": yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip(),
+            "train_command": "lsgpt train recipe.yaml",
+            "notes": [],
+        }
+    if results is not None:
+        if recipe is not None:
+            metadata["eval_results"] = _eval_results(results, recipe)
+        rows = format_results(results)
+        context["evaluation"] = {name: value for name, value in rows.items() if name.startswith("evaluation")}
+        context["training"] = {name: value for name, value in rows.items() if name not in context["evaluation"]}
+    return _render(metadata | {"model_name": name, "language": language}, tags, context)
+
+
+def make_preset_card(preset: str) -> ModelCard:
+    """
+    The card of a shipped preset: its shape, what it costs and how to train it. It links the picture `PRESET.png`, and
+    its snippets load the folder that the training leaves.
+
+    Raises:
+        ValueError: No such preset.
+    """
+    config = load_preset(preset)
+    metadata = {"license": "apache-2.0"}
+    command, recipe_name, notes = f"lsgpt train {preset}", preset, []
+    if preset not in list_recipes():
+        recipe_name, note = _OTHER_RECIPES[preset]
+        command = f"lsgpt train {recipe_name} --preset {preset} --output_dir runs/{preset}"
+        notes.append(note)
+    recipe = load_recipe(recipe_name)
+    context = {
+        **_describe_model(config),
+        **_describe_recipe(recipe, config),
+        **_describe_snippets(config, f"runs/{preset}", recipe),
+        **_describe_logits([], recipe),
+        "preset": preset,
+        "name": f"The preset {preset}",
+        "heads_picture": f"{preset}.png",
+        "recipe": yaml.safe_dump({**recipe, "preset": preset}, sort_keys=False, allow_unicode=True).strip(),
+        "train_command": command,
+        "notes": notes,
+        "license_text": _license_text(metadata),
+        "limits": ["No weights are published, so nothing is measured.", *_limits(config, recipe, None)],
+        **{section: {} for section in PLOTS},
+    }
+    return _render(metadata, (), context)
+
+
+def save_card(folder: str | Path, repo_id: str | None = None, license: str | None = None, **kwargs) -> ModelCard:
+    """Writes the card of `make_card` to `README.md` in the folder, and the picture of the heads beside it."""
+    card = make_card(folder, repo_id, license, **kwargs)
+    draw_heads(load_config(folder), Path(folder) / HEADS_PICTURE)
+    card.save(Path(folder) / "README.md")
+    return card
+
+
+def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
+    """
+    Draws which heads of each layer are global, and to scale which keys a query of each kind sees, as a PNG.
+
+    Args:
+        config: The model's configuration.
+        file: Where to write, a path or an open binary file.
+    """
+    colors = {"global": "#1f4e8c", "local": "#f2a541"}
+    layers, heads, length = config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings
+    window = min(config.sliding_window, length)
+    regions = {"global": [(0, 0), (length, length), (0, length)]}
+    regions["local"] = [(0, 0), (length, length), (length - window, length), (0, window)]
+    num_global = sum(config.num_global_heads_per_layer)
+    shown = {"global": num_global > 0, "local": num_global < layers * heads}
+    kinds = [kind for kind in shown if shown[kind]]
+    titles = {"global": "a global head: the whole past", "local": f"a local head: the last {window:,} tokens"}
+
+    figure = Figure(figsize=(3.4 * (1 + len(kinds)), 3.6), layout="constrained")
+    axes = figure.subplots(1, 1 + len(kinds))
+    is_local = [[head >= count for head in range(heads)] for count in config.num_global_heads_per_layer]
+    axes[0].imshow(is_local, cmap=ListedColormap(list(colors.values())), vmin=0, vmax=1, aspect="auto")
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_xticks([head - 0.5 for head in range(heads + 1)], minor=True)
+    axes[0].set_yticks([layer - 0.5 for layer in range(layers + 1)], minor=True)
+    axes[0].grid(which="minor", color="white", linewidth=1)
+    axes[0].tick_params(which="both", length=0)
+    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'blue' if kind == 'global' else 'orange'})" for kind in kinds))
+    axes[0].set_xlabel("head")
+    axes[0].set_ylabel("layer")
+    for axis, kind in zip(axes[1:], kinds):
+        axis.fill(*zip(*regions[kind]), color=colors[kind], linewidth=0.5)
+        axis.set_xlim(0, length)
+        axis.set_ylim(length, 0)
+        axis.set_title(titles[kind])
+        axis.set_xlabel("key position")
+        axis.set_ylabel("query position")
+        axis.set_xticks([0, length])
+        axis.set_yticks([0, length])
+    for axis in axes:
+        axis.title.set_fontsize(10)
+    figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+
+
+def find_license(folder: str | Path, license: str | None = None, recipe: dict | None = None) -> dict[str, str]:
+    """
+    The metadata about the licence of the weights in `folder`: `license`, and for `other` its name and link.
+
+    Raises:
+        ValueError: No licence, or one that the Hub cannot know.
+    """
+    readme = Path(folder) / "README.md"
+    known = {}
+    if readme.is_file():
+        try:
+            known = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict()
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"the metadata of {readme} cannot be read: {error}") from error
+    license = license or known.get("license") or (recipe or {}).get("license")
+    if not license:
+        raise ValueError(
+            "`license` must be given, the licence of the weights as the Hub names it, such as apache-2.0; "
+            f"{str(folder)!r} has none in a recipe.yaml or in the metadata of a README.md"
+        )
+    if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", str(license)):
+        raise ValueError(
+            "`license` must be an identifier from https://huggingface.co/docs/hub/repositories-licenses, such as "
+            f"apache-2.0; got {license!r}"
+        )
+    if license != "other":
+        return {"license": license}
+    named = {field: known.get(field) for field in ("license_name", "license_link")}
+    if not all(named.values()):
+        raise ValueError(
+            "`license` must be a known one, or README.md must name it: other needs `license_name` and `license_link` "
+            f"in the metadata of {readme}"
+        )
+    return {"license": license, **named}
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint; `ValueError` where it has none."""
+    # Asked for by name: where it is missing, Transformers would look for another one.
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(f"{str(folder)!r} must hold its tokenizer; it has no tokenizer_config.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
+
+
+def _render(metadata: dict, tags: Sequence[str], context: dict) -> ModelCard:
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["lsgpt", "long-short-attention", *tags],
+        **metadata,
+    )
+    return ModelCard.from_template(data, str(Path(__file__).parent / "template.md"), table=table, **context)
+
+
+def _read_results(folder: Path) -> dict | None:
+    file = folder / "results.json"
+    if not file.is_file():
+        return None
+    results = json.loads(file.read_text(encoding="utf-8"))
+    # `null` is what JSON has for a number that is not one, but for `max_logit`, which may be unmeasured.
+    return {name: math.nan if value is None and name != "max_logit" else value for name, value in results.items()}
+
+
+def _describe_model(config: LSGPTConfig) -> dict:
+    positions = config.max_position_embeddings
+    return {
+        "shape": describe(config),
+        "global_heads": sum(config.num_global_heads_per_layer),
+        "local_heads": sum(config.num_attention_heads - count for count in config.num_global_heads_per_layer),
+        "window": f"{config.sliding_window:,}",
+        "positions": f"{positions:,}",
+        "costs": compare_costs(config, positions),
+    }
+
+
+def _describe_snippets(
+    config: LSGPTConfig, model_id: str, recipe: dict | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict:
+    positions = config.max_position_embeddings
+    recipe = _with_defaults(recipe or {"prompt": "The"})
+    prompt_length = len(tokenizer(recipe["prompt"])["input_ids"]) if tokenizer else 0
+    return {
+        "model_literal": json.dumps(model_id, ensure_ascii=False),
+        "model_argument": shlex.quote(model_id),
+        "head_dim": config.head_dim,
+        "vllm_cpu_head_dims": _VLLM_CPU_HEAD_DIMS,
+        "prompt_literal": json.dumps(recipe["prompt"], ensure_ascii=False),
+        "max_new_tokens": max(1, min(50, positions - prompt_length)),
+        "max_length": min(recipe["block_size"], positions),
+    }
+
+
+def _describe_recipe(recipe: dict, config: LSGPTConfig) -> dict:
+    recipe = _with_defaults(recipe)
+    blocks = recipe["max_eval_blocks"]
+    base_model = recipe["model_name_or_path"]
+    if base_model:
+        tokenizer = "that of the model it started from"
+        base_model = _hub_link(base_model)
+    elif recipe["tokenizer"] in ALGORITHMS:
+        tokenizer = f"{recipe['tokenizer']}, {config.vocab_size:,} tokens, trained on the same data"
+    else:
+        tokenizer = _hub_link(recipe["tokenizer"])
+    return {
+        "data": f"{_name_data(recipe)}, in blocks of {recipe['block_size']:,} tokens",
+        "tokenizer": tokenizer,
+        "base_model": base_model,
+        "evaluation_text": "of the same source and was held out from the training"
+        + (f"; the first {blocks:,} blocks of it were used" if blocks else ""),
+    }
+
+
+def _name_data(recipe: dict) -> str:
+    name = recipe["dataset_name"]
+    if name == STDLIB:
+        return "the source code of Python's standard library"
+    config_name = recipe["dataset_config_name"]
+    configuration = f", configuration {config_name}" if config_name else ""
+    return _hub_link(name, "datasets/") + configuration
+
+
+def _hub_link(name: str, kind: str = "") -> str:
+    """A link to what has a name on the Hub; of a path the last part only, the rest is nobody's business."""
+    return f"[{name}](https://huggingface.co/{kind}{name})" if _is_on_hub(name) else f"`{Path(name).name}` (local)"
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a name is one of the Hub's and not a path, as `load_dataset` and `from_pretrained` decide it."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
+
+
+def _recipe_metadata(recipe: dict) -> dict:
+    recipe = _with_defaults(recipe)
+    metadata = {}
+    if _is_on_hub(recipe["dataset_name"]):
+        metadata["datasets"] = [recipe["dataset_name"]]
+    if recipe["model_name_or_path"] and _is_on_hub(recipe["model_name_or_path"]):
+        metadata["base_model"] = recipe["model_name_or_path"]
+    return metadata
+
+
+def _eval_results(results: dict, recipe: dict) -> list[EvalResult] | None:
+    """What the Hub shows as evaluation; numbers that are none are left out, because YAML would hold them as text."""
+    recipe = _with_defaults(recipe)
+    names = {
+        "perplexity": ("eval_perplexity", "perplexity per token"),
+        "loss": ("eval_loss", "cross-entropy (nats per token)"),
+        "bits_per_byte": ("eval_bits_per_byte", "bits per byte"),
+    }
+    is_on_hub = _is_on_hub(recipe["dataset_name"])
+    dataset_name = recipe["dataset_name"] if is_on_hub else Path(recipe["dataset_name"]).name
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modelling",
+            dataset_type=dataset_name,
+            dataset_name=dataset_name + " (held-out text)",
+            dataset_config=recipe["dataset_config_name"],
+            dataset_split="validation",
+            metric_type=metric_type,
+            metric_name=name,
+            metric_value=round(results[key], 4),
+        )
+        for metric_type, (key, name) in names.items()
+        if math.isfinite(results[key])
+    ] or None
+
+
+def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
+    kinds = {"global": "max_logit_global", "local": "max_logit_local"}
+    rows = {}
+    for kind, key in kinds.items():
+        if points := points_of(metrics, key):
+            ends = (points[0], max(points, key=lambda point: point[1]), points[-1])
+            rows[kind] = [f"{value:.3g} ({step:,})" for step, value in ends]
+    points = points_of(metrics, "max_logit")
+    threshold = _with_defaults(recipe or {})["max_logit_threshold"]
+    over = [step for step, value in points if value > threshold]
+    return {
+        "max_logits": rows,
+        "measured_steps": f"{len(points):,}",
+        "threshold": f"{len(over):,} of them had one over {threshold:g}" if over else f"none was over {threshold:g}",
+    }
+
+
+def _limits(config: LSGPTConfig, recipe: dict | None, results: dict | None) -> list[str]:
+    limits = ["It continues text, and nothing keeps it from false or harmful text."]
+    from_scratch = recipe is not None and not _with_defaults(recipe)["model_name_or_path"]
+    if from_scratch:
+        limits.append("It was not tuned to follow instructions.")
+    positions = config.max_position_embeddings
+    if config.position_embedding_type == "learned":
+        limits.append(f"Its {positions:,} learned positions are a hard limit: prompt and continuation must fit in.")
+    if recipe is not None:
+        block_size = _with_defaults(recipe)["block_size"]
+        limits.append(
+            f"It is trained on blocks of {block_size:,} tokens; what it does with longer text is not measured."
+        )
+    if results is None:
+        return limits
+    if results["status"] != "finished":
+        limits.append(f"The run {results['status']}; these are the last good weights.")
+    elif results["step"] < results["max_steps"]:
+        limits.append(
+            f"The training ended at step {results['step']:,} of the {results['max_steps']:,} of its schedule."
+        )
+    ratio = results["tokens"] / results["parameters"]
+    if from_scratch and ratio < 20:
+        limits.append(
+            f"It is undertrained: {ratio:.2g} tokens per parameter, where about 20 make the best of a budget of "
+            "compute ([Hoffmann et al. 2022](https://arxiv.org/abs/2203.15556))."
+        )
+    limits.append("It was evaluated in one run, on text of the same source; downstream tasks are not measured.")
+    return limits
+
+
+def _license_text(metadata: dict) -> str:
+    if metadata["license"] == "other":
+        return f"[{metadata['license_name']}]({metadata['license_link']})"
+    return metadata["license"]
+
+
+def _with_defaults(recipe: dict) -> dict:
+    """A recipe with the defaults of the fields that it leaves out."""
+    return {**asdict(ModelArguments()), **asdict(DataArguments()), **asdict(RunArguments()), **recipe}

@@ -1,0 +1,218 @@
+"""Publishing a checkpoint on the Hub: everything is checked first, and one commit brings all of it."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import yaml
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from lsgpt.configuration import load_config
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+from lsgpt.training.arguments import free_folder
+
+from .card import HEADS_PICTURE, PLOTS, draw_heads, load_tokenizer, make_card
+
+
+_OPTIONAL_FILES = ("generation_config.json", "recipe.yaml", "metrics.jsonl", "results.json", "LICENSE")
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    private: bool = False,
+    dry_run: bool = False,
+    license: str | None = None,
+    output: str | Path | None = None,
+) -> str:
+    """
+    Publishes a checkpoint: a new repository on the Hub with weights, configuration, tokenizer, code, a model card, and
+    what the run left (plots, recipe, metrics), in one commit. Everything is checked before anything is made, and when
+    the upload fails the new repository is deleted again.
+
+    Args:
+        folder: The checkpoint, such as the output folder of `lsgpt train`. Nothing in it changes.
+        repo_id: The name on the Hub, `USER/NAME` or `ORGANIZATION/NAME`.
+        private: Makes the repository private.
+        dry_run: Writes what would be uploaded into `output`, without any network.
+        license: The weights' licence, see `make_card`.
+        output: A new or an empty folder; by default `FOLDER-card`, or `FOLDER-card-2`, ... if that is taken.
+
+    Returns:
+        The address of the repository; of a dry run the folder.
+
+    Raises:
+        ValueError: A folder that is no whole checkpoint, no licence, no token, a name that is taken or not the
+            token's; with `dry_run`, an output folder that has content; or the Hub's reason to refuse the upload.
+    """
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"`repo_id` must be USER/NAME; got {repo_id!r}")
+    if output is not None and not dry_run:
+        raise ValueError("`output` must go with `dry_run`: an upload writes no folder")
+    files = collect_files(folder, repo_id, license)
+    if dry_run:
+        return str(_write(files, output, Path(folder)))
+    _check_access(repo_id)
+    return _upload(files, repo_id, private)
+
+
+def collect_files(folder: str | Path, repo_id: str, license: str | None = None) -> dict[str, Path | bytes]:
+    """
+    What is uploaded: the files' names with their paths, or their content where it is made now.
+
+    The checkpoint is loaded as a user would load it, and the card is read back. Raises `ValueError` as `publish` does.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} must be a checkpoint; it has no config.json")
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder)
+    required = ["config.json", *_weight_files(folder), *_code_files(folder, config.auto_map)]
+    optional = [*_OPTIONAL_FILES, *_TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]
+    optional += [file for plots in PLOTS.values() for file in plots.values()]
+    missing = [name for name in required if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{str(folder)!r} must be a whole checkpoint; it lacks {', '.join(missing)}")
+    _check_secrets(folder / "recipe.yaml")
+    card = str(make_card(folder, repo_id, license))
+    _check_loading(folder)
+    picture = io.BytesIO()
+    draw_heads(config, picture)
+    files = {name: folder / name for name in (*required, *optional) if (folder / name).is_file()}
+    files |= {"README.md": card.encode(), HEADS_PICTURE: picture.getvalue()}
+    _check_card(card, files)
+    return files
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        raise ValueError(
+            f"{str(folder)!r} must be a checkpoint; it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
+        )
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} is no index of weights: {error!r}") from error
+    return [SAFE_WEIGHTS_INDEX_NAME, *sorted(shards)]
+
+
+def _code_files(folder: Path, auto_map: dict[str, str]) -> list[str]:
+    modules = {f"{reference.split('.')[0]}.py" for reference in auto_map.values()}
+    try:
+        imported = {Path(file).name for module in modules for file in get_relative_import_files(folder / module)}
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{str(folder)!r} must hold the model's code; it lacks {Path(error.filename).name}, which "
+            "`save_pretrained` of a loaded model writes"
+        ) from error
+    return sorted(modules | imported)
+
+
+def _check_loading(folder: Path):
+    try:
+        model, info = LSGPTForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights in {str(folder)!r} cannot be loaded: {error}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            names = ", ".join(sorted(map(str, info[problem]))[:3])
+            raise ValueError(f"the weights in {str(folder)!r} are not those of its config.json: {problem}: {names}")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"the weights in {str(folder)!r} must be finite numbers; {name} has others")
+
+
+def _check_secrets(recipe: Path):
+    if recipe.is_file() and (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}).get("hub_token"):
+        raise ValueError(f"{recipe} must not hold `hub_token`, which everybody could read; remove the line")
+
+
+def _check_card(text: str, files: dict[str, Path | bytes]):
+    """What the Hub would say about the card, as far as that can be known offline."""
+    card = ModelCard(text)
+    if str(card) != text:
+        raise ValueError("the model card changes when it is read back; its metadata cannot be right")
+    prose = re.sub(r"^(`{3,})\w*\n.*?^\1$", "", card.text, flags=re.DOTALL | re.MULTILINE)  # without code
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", prose):
+        if link not in files:
+            raise ValueError(f"the model card links to {link}, which is not among the files")
+
+
+def _write(files: dict[str, Path | bytes], output: str | Path | None, folder: Path) -> Path:
+    if output is None:
+        folder = folder.resolve()
+        output = free_folder(folder.with_name(f"{folder.name}-card"))
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"`output` must be a new or an empty folder; got {str(output)!r}")
+    output.mkdir(parents=True, exist_ok=True)
+    for name, source in files.items():
+        if isinstance(source, Path):
+            shutil.copy(source, output / name)
+        else:
+            (output / name).write_bytes(source)
+    return output
+
+
+def _check_access(repo_id: str):
+    api = HfApi()
+    try:
+        user = api.whoami()
+        if api.repo_exists(repo_id):
+            raise ValueError(
+                f"`repo_id` must be a name that is free; {repo_id!r} is taken. For a new version of your own: "
+                f"`lsgpt publish ... --dry-run`, then `hf upload {repo_id} FOLDER`"
+            )
+    except LocalTokenNotFoundError as error:
+        raise ValueError(
+            "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN; "
+            "https://huggingface.co/settings/tokens makes one"
+        ) from error
+    except (OSError, HTTPError) as error:
+        raise ValueError(f"the Hub cannot be asked about {repo_id!r}: {error}") from error
+    owners = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
+    if repo_id.partition("/")[0] not in owners:
+        raise ValueError(f"`repo_id` must begin with a name of yours ({', '.join(owners)}); got {repo_id!r}")
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError("the token for the Hub must be one that may write; it is one that may read")
+
+
+def _upload(files: dict[str, Path | bytes], repo_id: str, private: bool) -> str:
+    api = HfApi()
+    try:
+        ModelCard(files["README.md"].decode()).validate()
+        url = api.create_repo(repo_id, private=private, exist_ok=False)
+    except (OSError, HTTPError) as error:
+        raise ValueError(f"the Hub does not take {repo_id!r}, nothing was made there: {error}") from error
+    try:
+        operations = [CommitOperationAdd(name, source) for name, source in files.items()]
+        api.create_commit(repo_id, operations, commit_message="Model, tokenizer, code and card")
+    except BaseException as error:  # an interruption by the user too
+        remains = _delete(api, repo_id)
+        if isinstance(error, (OSError, HTTPError, ValueError)):
+            raise ValueError(f"the upload to {repo_id!r} failed, {remains}: {error}") from error
+        raise
+    return str(url)
+
+
+def _delete(api: HfApi, repo_id: str) -> str:
+    try:
+        api.delete_repo(repo_id)
+    except (OSError, HTTPError) as error:
+        return f"and its new, empty repository could not be deleted ({error}): delete it before you try again"
+    return "and its new repository was deleted again"

@@ -1,0 +1,403 @@
+"""Cards, of runs and of presets, and their publication on a Hub of this machine."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from matplotlib.image import imread
+from safetensors.torch import load_file, save_file
+
+import lsgpt_cli
+from lsgpt import LSGPTConfig
+from lsgpt.configuration import list_presets, load_preset
+from lsgpt.model_cards import draw_heads, make_card, make_preset_card, publish
+from lsgpt.training import parse_arguments, run
+
+
+CARDS = Path(lsgpt_cli.__file__).parent / "model_cards"
+
+# Heads of 32 dimensions: vLLM has no smaller ones on CPUs.
+RUN = (
+    *("--config_overrides", "{vocab_size: 600, hidden_size: 16, head_dim: 32, num_global_heads: [2, 0]}"),
+    *(
+        "--block_size",
+        "64",
+        "--max_eval_blocks",
+        "2",
+        "--max_steps",
+        "4",
+        "--logging_steps",
+        "2",
+        "--warmup_steps",
+        "1",
+    ),
+    *("--max_logit_every_n_steps", "2", "--max_tokenizer_characters", "100000", "--eval_strategy", "no"),
+)
+
+# Everything that a published run has, and nothing else.
+PUBLISHED = {
+    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("attention_lsgpt.py", "configuration_lsgpt.py", "masking_lsgpt.py", "modeling_lsgpt.py", "telemetry_lsgpt.py"),
+    *("README.md", "heads.png", "loss.png", "loss_by_position.png", "max_logits.png", "max_logits_by_head.png"),
+    *("recipe.yaml", "metrics.jsonl", "results.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(hub, tmp_path_factory):
+    """A run of `lsgpt train` with `push_to_hub`, into `ada/pushed` on the Hub, of a small text."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "words.txt").write_text(" ".join(f"word{i % 97} and {i % 89};" for i in range(20_000)))
+    options = ["--dataset_name", str(folder / "words.txt"), "--output_dir", str(folder / "tiny"), "--prompt", "word"]
+    hub_options = ["--push_to_hub", "true", "--hub_model_id", "ada/pushed", "--hub_token", "hf_write"]
+    return run(parse_arguments("demo", [*RUN, *options, *hub_options, "--license", "mit"]))
+
+
+@pytest.fixture
+def folder(trainer, tmp_path):
+    """A copy of the run's folder as `lsgpt train` leaves it without a push."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(trainer.args.output_dir, folder)
+    for name in ("README.md", "heads.png"):
+        (folder / name).unlink()
+    return folder
+
+
+def snippets_of(card, model_id):
+    """The card's snippets for Transformers, vLLM and fine-tuning."""
+    snippets = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    transformers, vllm, fine_tuning = snippets
+    assert "generate(" in transformers and "from vllm" in vllm and "Trainer(" in fine_tuning
+    for snippet in snippets:
+        assert f'"{model_id}"' in snippet
+    return snippets
+
+
+def run_program(program, cwd, **environment):
+    """Runs it in a process of its own, in which nobody has imported this package, and returns what it prints."""
+    caches = {"HF_MODULES_CACHE": str(cwd / "modules"), "HF_HOME": str(cwd / "home")}
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=cwd,
+        env={**os.environ, **caches, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_dry_run_writes_a_whole_model_whose_snippets_run(folder, tmp_path, capsys):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert lsgpt_cli.main(["publish", str(folder), "ada/tiny", "--dry-run", "--license", "mit"]) == 0
+    output = tmp_path / "tiny-card"
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert {path.name for path in output.iterdir()} == PUBLISHED
+    for name in PUBLISHED - {"README.md", "heads.png"}:
+        assert (output / name).read_bytes() == (folder / name).read_bytes()
+    assert str(output / "README.md") in capsys.readouterr().out
+
+    snippets = snippets_of(ModelCard.load(output / "README.md"), "ada/tiny")
+    snippets = [snippet.replace('"ada/tiny"', json.dumps(str(output))) for snippet in snippets]
+    transformers, vllm, fine_tuning = snippets
+    # One process for both, because starting takes longest. The text begins with the prompt: nobody was asked anything.
+    assert run_program(f"{transformers}\n{fine_tuning}", tmp_path, HF_HUB_OFFLINE="1").startswith("word")
+    assert {path.name for path in (tmp_path / "finetuned").iterdir()} >= {"model.safetensors", "modeling_lsgpt.py"}
+    if find_spec("vllm"):
+        run_program(vllm, tmp_path, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
+
+
+def test_the_card_tells_what_the_run_left(folder):
+    card = make_card(folder, "ada/tiny")
+    data = card.data.to_dict()
+    results = json.loads((folder / "results.json").read_text())
+    assert (data["license"], data["library_name"], data["pipeline_tag"]) == ("mit", "transformers", "text-generation")
+    assert "datasets" not in data  # a file of this machine
+    (index,) = data["model-index"]
+    assert index["name"] == "tiny"
+    (result,) = index["results"]
+    assert result["dataset"] == {"type": "words.txt", "name": "words.txt (held-out text)", "split": "validation"}
+    values = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert values == {
+        "perplexity": pytest.approx(results["eval_perplexity"], abs=1e-4),
+        "loss": pytest.approx(results["eval_loss"], abs=1e-4),
+        "bits_per_byte": pytest.approx(results["eval_bits_per_byte"], abs=1e-4),
+    }
+
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, last = (log["max_logit_local"] for log in metrics if "max_logit_local" in log)
+    largest = (last, 4) if last > first else (first, 2)
+    expected = f"| local | {first:.3g} (2) | {largest[0]:.3g} ({largest[1]}) | {last:.3g} (4) |"
+    recipe = yaml.safe_load(card.text.split("````yaml\n")[1].split("````")[0])
+    assert recipe["learning_rate"] == 4e-3
+    assert recipe["config_overrides"]["hidden_size"] == 16
+    assert "hub_token" not in recipe
+    for text in (
+        "# tiny\n",
+        "Of its 12 attention heads 2 are *global*",
+        "10 are *local*, they attend to the last 50 tokens",
+        "| heads per layer | 6, of them global by layer: 2 0, 32 dimensions each |",
+        expected,
+        "none was over 100",
+        "`words.txt` (local), in blocks of 64 tokens",
+        "![Largest attention logits over the training](max_logits.png)",
+        "@article{hajra2025shortrange",
+        "undertrained",
+        "The weights: mit.",
+    ):
+        assert text in card.text
+    assert "None" not in card.text
+
+
+def test_a_bare_checkpoint_claims_nothing(folder):
+    for name in (
+        "recipe.yaml",
+        "metrics.jsonl",
+        "results.json",
+        "loss.png",
+        "max_logits.png",
+        "max_logits_by_head.png",
+    ):
+        (folder / name).unlink()
+    (folder / "loss_by_position.png").unlink()
+    card = make_card(folder, license="apache-2.0")
+    assert "model-index" not in card.data.to_dict()
+    assert card.text.count("](") == card.text.count("](http") + card.text.count("](heads.png)")
+    assert "Not recorded" in card.text and "Not measured." in card.text and "It was not measured." in card.text
+    assert str(folder) in card.text  # without a name on the Hub, the snippets load the folder
+
+
+def test_numbers_that_are_none_are_not_evaluations(folder):
+    results = json.loads((folder / "results.json").read_text())
+    results |= {"status": "diverged at step 3", "eval_loss": None, "eval_perplexity": None, "max_logit": None}
+    (folder / "results.json").write_text(json.dumps(results))
+    card = ModelCard(str(make_card(folder, "ada/tiny")))
+    assert [result.metric_type for result in card.data.eval_results] == ["bits_per_byte"]
+    assert "The run diverged at step 3" in card.text
+
+
+def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder, tmp_path, capsys):
+    del hub.commits[:]
+    assert lsgpt_cli.main(["publish", str(folder), "lovelace/tiny", "--private"]) == 0
+    assert hub.commits == ["lovelace/tiny"]
+    assert "lovelace/tiny" in hub.private
+    files = hub.repos["lovelace/tiny"]
+    assert set(files) == PUBLISHED
+    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert f"{hub.url}/lovelace/tiny" in capsys.readouterr().out
+
+    transformers, _, _ = snippets_of(ModelCard(files["README.md"].decode()), "lovelace/tiny")
+    assert run_program(transformers, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0").startswith("word")
+
+
+def test_push_to_hub_brings_the_same_card(hub, trainer, folder):
+    files = hub.repos["ada/pushed"]
+    assert files["README.md"].decode() == str(make_card(folder, "ada/pushed"))
+    assert set(files) >= PUBLISHED
+    assert "hub_token" not in files["recipe.yaml"].decode() + files["report.md"].decode()
+
+    trainer.create_model_card(license="apache-2.0", tags="toy", language="en")
+    card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", "en")
+    assert "toy" in card.data.tags
+
+
+def test_push_to_hub_needs_a_licence_before_the_training():
+    with pytest.raises(ValueError, match=r"`license` must be set with `push_to_hub`"):
+        parse_arguments("demo", ["--push_to_hub", "true"])
+
+
+def refused(message, *args, **kwargs):
+    with pytest.raises(ValueError, match=message):
+        publish(*args, **kwargs)
+
+
+def test_nothing_is_made_without_a_right_to_it(hub, folder, monkeypatch):
+    repos = set(hub.repos)
+    del hub.requests[:]
+    hub.repos["ada/taken"] = {}
+    refused("'ada/taken' is taken", folder, "ada/taken")
+    del hub.repos["ada/taken"]
+    refused(r"a name of yours \(ada, lovelace\)", folder, "babbage/tiny")
+    monkeypatch.setenv("HF_TOKEN", "hf_read")
+    refused("one that may write", folder, "ada/new")
+    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
+    refused("Invalid user token", folder, "ada/new")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "no-token"))
+    refused("hf auth login", folder, "ada/new")
+    assert {method for method, _ in hub.requests} == {"GET"}
+    assert set(hub.repos) == repos
+
+
+@pytest.mark.parametrize("endpoint", ["/validate-yaml", "/repos/create", "/preupload/main", "/commit/main"])
+def test_a_failed_upload_leaves_no_repository(hub, folder, monkeypatch, endpoint):
+    monkeypatch.setattr(hub, "refused", endpoint)
+    refused(r"out of storage", folder, "ada/failed")
+    assert "ada/failed" not in hub.repos
+
+
+def test_what_could_not_be_deleted_is_told(hub, folder, monkeypatch):
+    monkeypatch.setattr(hub, "refused", ("/commit/main", "/repos/delete"))
+    refused("could not be deleted", folder, "ada/left")
+    assert hub.repos.pop("ada/left") == {}
+
+
+def break_nothing(folder):
+    (folder / "recipe.yaml").unlink()  # it has the licence
+
+
+def break_config(folder):
+    (folder / "config.json").unlink()
+
+
+def break_model_type(folder):
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+
+
+def break_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def cut_weights(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+def forget_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def spoil_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def break_tokenizer(folder):
+    (folder / "tokenizer_config.json").unlink()
+
+
+def break_code(folder):
+    (folder / "masking_lsgpt.py").unlink()
+
+
+def leave_a_token(folder):
+    with (folder / "recipe.yaml").open("a") as file:
+        file.write("hub_token: hf_secret\n")
+
+
+def break_licence(folder):
+    (folder / "README.md").write_text("---\nlicense: Apache 2.0\n---\n")
+
+
+def leave_a_licence_without_a_name(folder):
+    (folder / "README.md").write_text("---\nlicense: other\n---\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_nothing, "`license` must be given"),
+        (break_config, "no config.json"),
+        (break_model_type, "must be an LSGPT checkpoint"),
+        (break_weights, "neither model.safetensors nor"),
+        (cut_weights, "cannot be loaded"),
+        (forget_a_tensor, r"missing_keys: model\.norm\.weight"),
+        (spoil_a_tensor, r"must be finite numbers; model\.norm\.weight"),
+        (break_tokenizer, r"no tokenizer_config\.json"),
+        (break_code, r"lacks masking_lsgpt\.py"),
+        (leave_a_token, "must not hold `hub_token`"),
+        (break_licence, r"such as apache-2\.0; got 'Apache 2\.0'"),
+        (leave_a_licence_without_a_name, "`license_name` and `license_link`"),
+    ],
+)
+def test_a_folder_that_cannot_be_published(folder, capsys, damage, message):
+    damage(folder)
+    assert lsgpt_cli.main(["publish", str(folder), "ada/tiny", "--dry-run"]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert error.startswith("lsgpt: error: ")
+    assert re.search(message, error)
+    assert not folder.with_name("tiny-card").exists()
+
+
+def test_names_and_folders_that_cannot_be(folder, tmp_path):
+    refused("there is no folder", tmp_path / "nothing", "ada/tiny", dry_run=True)
+    refused("must be USER/NAME", folder, "tiny", dry_run=True)
+    refused("ada/ti ny", folder, "ada/ti ny", dry_run=True)
+    refused("new or an empty folder", folder, "ada/tiny", dry_run=True, output=folder)
+    refused("must go with `dry_run`", folder, "ada/tiny", output=tmp_path / "card")
+
+
+def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    trainer.model.save_pretrained(folder, max_shard_size="20KB")
+    shards = {path.name for path in folder.glob("model-*.safetensors")}
+    assert len(shards) > 1
+    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\nMine.\n")
+    refused("links to LICENSE, which is not among", folder, "ada/tiny", dry_run=True)
+    (folder / "LICENSE").write_text("Do as you like.")
+    (folder / "notes.txt").write_text("private")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"prompt": 'see [a](b) "c"\n'}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))  # code, and no link
+    publish(folder, "ada/tiny", dry_run=True, output=tmp_path / "out")
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    new = {*shards, "model.safetensors.index.json", "LICENSE"}
+    assert files == PUBLISHED - {"model.safetensors"} | new
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license_name, card.data.license_link) == ("mine", "LICENSE")
+    assert "[mine](LICENSE)" in card.text
+
+
+def test_data_and_base_models_of_the_hub_are_named(folder):
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe |= {"dataset_name": "emozilla/pg19", "model_name_or_path": "ada/base"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    card = make_card(folder, "ada/tiny")
+    assert (card.data.datasets, card.data.base_model) == (["emozilla/pg19"], "ada/base")
+    assert "[emozilla/pg19](https://huggingface.co/datasets/emozilla/pg19)" in card.text
+    assert "started from the weights of [ada/base](https://huggingface.co/ada/base)" in card.text
+    assert "undertrained" not in card.text  # the base model may have seen enough
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_cards_of_presets_are_up_to_date_and_true(preset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no runs are
+    card = make_preset_card(preset)
+    assert (CARDS / f"{preset}.md").read_text(encoding="utf-8") == str(card), "run python -m lsgpt.model_cards"
+    assert card.data.license == "apache-2.0"
+    assert "**No weights of this preset are published.**" in card.text
+    assert "model-index" not in card.data.to_dict()
+    assert (
+        f"![Left: which heads of each layer are global. Right: the keys that a query of each kind sees]({preset}.png)"
+        in card.text
+    )
+    assert imread(CARDS / f"{preset}.png").ndim == 3
+    command = re.search(r"```bash\nlsgpt train (.*)\n```", card.text)[1].split()
+    arguments = parse_arguments(command[0], [*command[1:], "--bf16", "false"])
+    assert arguments.build_config().to_dict() == load_preset(preset).to_dict()
+    assert f'from_pretrained("{arguments.training.output_dir}", ' in card.text
+
+
+@pytest.mark.parametrize(
+    ("num_global_heads", "blue", "orange"), [([4, 0], True, True), (4, True, False), (0, False, True)]
+)
+def test_the_picture_shows_the_kinds_of_heads(tmp_path, num_global_heads, blue, orange):
+    config = LSGPTConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=16, num_global_heads=num_global_heads)
+    draw_heads(config, tmp_path / "heads.png")
+    pixels = imread(tmp_path / "heads.png")[..., :3]
+    for color, expected in (((0x1F, 0x4E, 0x8C), blue), ((0xF2, 0xA5, 0x41), orange)):
+        difference = abs(pixels - torch.tensor(color).numpy() / 255).max(axis=-1)
+        assert bool((difference < 0.01).mean() > 0.02) == expected
