@@ -1,0 +1,300 @@
+"""Weights of nanoGPT, of the paper's code, which is a nanoGPT with local heads, and of GPT-2, in LSGPT's names.
+
+The parameters' names are those of GPT-2. An attention layer's `c_attn` has the rows of all queries, then those of all
+keys, then those of all values.
+"""
+
+import pickle
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
+
+from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+from .heads import build_model, with_global_heads
+
+
+_NAMES = {
+    "ln_1": "input_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+
+
+def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
+    """
+    The model of a checkpoint that nanoGPT or the paper's code wrote (`ckpt.pt`), see `convert_nanogpt`.
+
+    Raises:
+        ValueError: A file of something else, or that holds more than tensors and plain values; and as
+            `convert_nanogpt`.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        needed = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or str(error)
+        raise ValueError(
+            f"{str(path)!r} must hold tensors and plain values only, because reading anything else can run code that "
+            f"came with it; this file needs {needed}. Where you trust it, save its `model` and `model_args` again"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{str(path)!r} must be a whole file of `torch.save`: {error}") from error
+    if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
+        found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise ValueError(
+            f"{str(path)!r} must be a checkpoint of nanoGPT, with `model` and `model_args`; it has {found}"
+        )
+    return convert_nanogpt(checkpoint["model"], checkpoint["model_args"])
+
+
+def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LSGPTForCausalLM:
+    """
+    The LSGPT model with the same logits as nanoGPT's or as the paper's code's.
+
+    The names tell two generations of the paper's code apart. In the first, `attn.c_attn` serves all heads, and local
+    heads see `local_attn_span` keys; in the second, local heads have an `attn.c_local_attn`, global heads an
+    `attn.c_global_attn`, and local heads see one key more. Both put local heads first. Without local heads it is a
+    plain nanoGPT. The activation is the exact GELU, as in nanoGPT since June 2023.
+
+    Args:
+        state_dict: The parameters, with or without the prefix that `torch.compile` gives to names.
+        model_args: The arguments of the model's configuration.
+
+    Raises:
+        ValueError: Sizes that are missing, or tensors that are missing, unknown, or of another shape than the sizes
+            say; the message names them.
+    """
+    if not isinstance(state_dict, dict) or not isinstance(model_args, dict):
+        raise ValueError("`model` and `model_args` must be dictionaries, as nanoGPT writes them")
+    for name in _SIZES:
+        if not isinstance(model_args.get(name), int) or model_args[name] < 1:
+            raise ValueError(f"`model_args` must have a positive integer {name!r}; got {model_args.get(name)!r}")
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in state_dict.items()}
+    masks = {name: weights.pop(name) for name in list(weights) if name.endswith((".attn.bias", ".attn.mask"))}
+    has_two_projections = any(".attn.c_local_attn." in name or ".attn.c_global_attn." in name for name in weights)
+
+    heads = model_args["n_head"]
+    # The paper's code began with a fixed half of the heads.
+    default = heads // 2 if "local_attn_span" in model_args else 0
+    local_heads = model_args.get("n_local_head", default)
+    if not isinstance(local_heads, int) or not 0 <= local_heads <= heads:
+        raise ValueError(f"`n_local_head` must be between 0 and `n_head` ({heads}); got {local_heads!r}")
+    window = model_args.get("local_attn_span")
+    if local_heads and not isinstance(window, int):
+        raise ValueError(f"`local_attn_span` must be the number of keys that local heads see; got {window!r}")
+
+    head_dim = model_args.get("head_dim", model_args["n_embd"] // heads)
+    kinds = {"c_attn": heads}
+    if has_two_projections:
+        kinds = {name: n for name, n in (("c_local_attn", local_heads), ("c_global_attn", heads - local_heads)) if n}
+    _check_tensors(weights, _expected_shapes(weights, model_args, head_dim, kinds))
+    _check_masks(masks, heads, local_heads, window)
+    if has_two_projections:
+        _stack_projections(weights, list(kinds), model_args["n_layer"])
+
+    token_embeddings, lm_head = weights["transformer.wte.weight"], weights["lm_head.weight"]
+    dropout = model_args.get("dropout", 0.0)
+    config = LSGPTConfig(
+        vocab_size=model_args["vocab_size"],
+        hidden_size=model_args["n_embd"],
+        num_hidden_layers=model_args["n_layer"],
+        num_attention_heads=heads,
+        head_dim=head_dim,
+        num_global_heads=heads,
+        intermediate_size=len(weights["transformer.h.0.mlp.c_fc.weight"]),
+        hidden_act="gelu",
+        max_position_embeddings=model_args["block_size"],
+        use_bias="transformer.ln_f.bias" in weights,
+        attention_dropout=dropout,
+        resid_dropout=dropout,
+        embd_dropout=dropout,
+        # Plain nanoGPT saves the shared tensor under both names.
+        tie_word_embeddings=torch.equal(token_embeddings, lm_head),
+    )
+    model = build_model(config, _rename(weights, config.num_hidden_layers))
+    if not local_heads:
+        return model
+    global_heads = [range(local_heads, heads)] * config.num_hidden_layers
+    return with_global_heads(model, global_heads, window + 1 if has_two_projections else window)
+
+
+def _expected_shapes(weights: dict, model_args: dict, head_dim: int, kinds: dict[str, int]) -> dict[str, tuple]:
+    """Name and shape of every parameter; width of the MLP and presence of biases as in `weights`."""
+    width, size = model_args["n_embd"], head_dim * model_args["n_head"]
+    first_mlp = weights.get("transformer.h.0.mlp.c_fc.weight")
+    inner = len(first_mlp) if first_mlp is not None else 4 * width
+    layer = {
+        "ln_1": (width,),
+        **{f"attn.{name}": (3 * head_dim * count, width) for name, count in kinds.items()},
+        "attn.c_proj": (width, size),
+        "ln_2": (width,),
+        "mlp.c_fc": (inner, width),
+        "mlp.c_proj": (width, inner),
+    }
+    modules = {f"h.{i}.{name}": shape for i in range(model_args["n_layer"]) for name, shape in layer.items()}
+    modules["ln_f"] = (width,)
+    shapes = {
+        "transformer.wte.weight": (model_args["vocab_size"], width),
+        "transformer.wpe.weight": (model_args["block_size"], width),
+        "lm_head.weight": (model_args["vocab_size"], width),
+    }
+    shapes |= {f"transformer.{name}.weight": shape for name, shape in modules.items()}
+    if "transformer.ln_f.bias" in weights:
+        shapes |= {f"transformer.{name}.bias": shape[:1] for name, shape in modules.items()}
+    return shapes
+
+
+def _check_tensors(weights: dict, expected: dict[str, tuple]):
+    misshapen = [
+        f"{name} {tuple(weights[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    _refuse(
+        [name for name in expected if name not in weights],
+        [name for name in weights if name not in expected],
+        misshapen,
+    )
+
+
+def _refuse(missing: list[str], unknown: list[str], misshapen: list[str]):
+    """Raises `ValueError` if one of the lists has something in it."""
+    problems = []
+    for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            problems.append(f"{kind}: {', '.join(names[:5])}{more}")
+    if problems:
+        raise ValueError(f"the checkpoint's tensors must be those of its configuration; {'; '.join(problems)}")
+
+
+def _check_masks(masks: dict[str, torch.Tensor], heads: int, local_heads: int, window: int | None):
+    """The first generation saved who sees whom, `attn.mask` `(1, H, n, n)`: its last row tells each head's reach."""
+    for name, mask in masks.items():
+        if name.endswith(".attn.bias"):
+            continue  # plain causality
+        if mask.ndim != 4:
+            _refuse([], [], [f"{name} {tuple(mask.shape)}"])
+        length = mask.shape[-1]
+        expected = [min(window or length, length)] * local_heads + [length] * (heads - local_heads)
+        found = mask[0, :, -1].sum(-1).tolist()
+        if found != expected:
+            raise ValueError(
+                f"{name} must let the heads see {expected} keys, as `n_local_head` and `local_attn_span` say; "
+                f"it lets them see {found}"
+            )
+
+
+def _stack_projections(weights: dict, kinds: list[str], num_layers: int):
+    """Replaces the projections of the two kinds of heads by one `c_attn`, local heads first."""
+    for layer in range(num_layers):
+        prefix = f"transformer.h.{layer}.attn."
+        for suffix in ("weight", "bias"):
+            parts = [weights.pop(f"{prefix}{kind}.{suffix}", None) for kind in kinds]
+            if parts[0] is not None:
+                queries_keys_values = zip(*(part.chunk(3) for part in parts))
+                weights[f"{prefix}c_attn.{suffix}"] = torch.cat([torch.cat(x) for x in queries_keys_values])
+
+
+def _rename(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """The parameters under LSGPT's names, heads in their order."""
+    renamed = {
+        "model.embed_tokens.weight": weights["transformer.wte.weight"],
+        "model.embed_positions.weight": weights["transformer.wpe.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
+    }
+    for suffix in ("weight", "bias"):
+        if f"transformer.ln_f.{suffix}" not in weights:
+            continue
+        renamed[f"model.norm.{suffix}"] = weights[f"transformer.ln_f.{suffix}"]
+        for layer in range(num_layers):
+            theirs, ours = f"transformer.h.{layer}.", f"model.layers.{layer}."
+            for name, new_name in _NAMES.items():
+                renamed[f"{ours}{new_name}.{suffix}"] = weights[f"{theirs}{name}.{suffix}"]
+            parts = weights[f"{theirs}attn.c_attn.{suffix}"].chunk(3)
+            for name, part in zip("qkv", parts):
+                renamed[f"{ours}self_attn.{name}_proj.{suffix}"] = part.clone()
+    return renamed
+
+
+def load_gpt2(name_or_path: str | Path) -> GPT2LMHeadModel:
+    """
+    GPT-2, from a folder or by its name on the Hub, of any size.
+
+    Raises:
+        ValueError: Another kind of model, one that LSGPT cannot express, or tensors that are missing, unknown or of
+            another shape than the configuration says; the message names them.
+    """
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    except OSError as error:
+        raise ValueError(f"there is no model {str(name_or_path)!r}: {error}") from error
+    kind = values.get("model_type")
+    if kind != "gpt2":
+        found = f"is of the model type {kind!r}" if kind else "has no config.json that names one"
+        raise ValueError(
+            "the source must be a file of nanoGPT or of the paper's code (`ckpt.pt`), or a GPT-2, its folder or its "
+            f"name on the Hub; {str(name_or_path)!r} {found}"
+        )
+    config = GPT2Config.from_pretrained(name_or_path)
+    _check_gpt2(config)
+    model, found = GPT2LMHeadModel.from_pretrained(
+        name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    misshapen = [f"{name} {tuple(there)} instead of {tuple(here)}" for name, there, here in found["mismatched_keys"]]
+    _refuse(sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), sorted(misshapen))
+    return model.eval()
+
+
+def _check_gpt2(config: GPT2Config):
+    reasons = {
+        "scale_attn_weights": (True, "LSGPT divides the logits by the square root of `head_dim`"),
+        "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers alike"),
+        "add_cross_attention": (False, "LSGPT is a decoder without an encoder"),
+    }
+    for field, (value, reason) in reasons.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"`{field}` of a GPT-2 to convert must be {value}: {reason}; got {getattr(config, field)}"
+            )
+
+
+def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
+    """
+    The LSGPT model with the same logits, all heads global.
+
+    Raises:
+        ValueError: A configuration that LSGPT cannot express.
+    """
+    gpt2 = model.config
+    _check_gpt2(gpt2)
+    config = LSGPTConfig(
+        vocab_size=gpt2.vocab_size,
+        hidden_size=gpt2.n_embd,
+        num_hidden_layers=gpt2.n_layer,
+        num_attention_heads=gpt2.n_head,
+        num_global_heads=gpt2.n_head,
+        intermediate_size=gpt2.n_inner,
+        hidden_act=gpt2.activation_function,
+        max_position_embeddings=gpt2.n_positions,
+        use_bias=True,
+        attention_dropout=gpt2.attn_pdrop,
+        resid_dropout=gpt2.resid_pdrop,
+        embd_dropout=gpt2.embd_pdrop,
+        layer_norm_eps=gpt2.layer_norm_epsilon,
+        initializer_range=gpt2.initializer_range,
+        tie_word_embeddings=gpt2.tie_word_embeddings,
+        bos_token_id=gpt2.bos_token_id,
+        eos_token_id=gpt2.eos_token_id,
+        pad_token_id=gpt2.pad_token_id,
+    )
+    # The linear layers inside the blocks are `Conv1D`s, with the inputs along the rows.
+    weights = {
+        name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    return build_model(config, _rename(weights, config.num_hidden_layers))

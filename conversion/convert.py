@@ -1,0 +1,90 @@
+"""From a checkpoint of other code to a folder that the Auto classes load."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+
+from .calibration import Calibration, calibrate, write_report
+from .checkpoints import convert_gpt2, load_gpt2, load_nanogpt
+from .heads import with_global_heads
+
+
+def convert(
+    source: str | Path,
+    folder: str | Path,
+    global_heads: int | None = None,
+    window: int | None = None,
+    text: str | None = None,
+    balance: str = "layer",
+    max_blocks: int = 32,
+) -> tuple[LSGPTForCausalLM, Calibration | None]:
+    """
+    Writes an LSGPT checkpoint with the weights and the logits of another one: nanoGPT's, the paper's, or GPT-2.
+
+    With a text, most heads of a GPT-2 become local, those that attend inside the window anyway. They are measured on
+    one part of the text, the perplexity before and after on the other, and `report.md` tells of both.
+
+    Args:
+        source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a GPT-2, its folder or name on the Hub.
+        folder: A new or an empty folder.
+        global_heads: Number of heads in each layer that stay global.
+        window: Number of keys that a query of a local head sees, its own included.
+        text, max_blocks: As of `read_blocks`; a block has as many tokens as the model has positions.
+        balance: As of `choose_global_heads`.
+
+    Returns:
+        The converted model, and what was measured.
+
+    Raises:
+        ValueError: A source that is nothing of this or that LSGPT cannot express, a folder with content, arguments
+            that do not go together, or too little text.
+    """
+    source, folder = str(source), Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which has content")
+    wanted = {"global_heads": global_heads, "window": window, "calibrate": text}
+    absent = [name for name, value in wanted.items() if value is None]
+    if len(absent) in (1, 2):
+        raise ValueError(f"`{'`, `'.join(wanted)}` must be given together; got no `{'`, `'.join(absent)}`")
+
+    tokenizer = calibration = None
+    if Path(source).is_file():
+        if text is not None:
+            raise ValueError(
+                "`calibrate` must be unset for a checkpoint of nanoGPT or of the paper's code, which has no tokenizer "
+                f"to read a text with; got {text!r}"
+            )
+        model = load_nanogpt(source)
+    elif source.endswith(".pt"):
+        raise ValueError(f"there is no file {source!r}")
+    else:
+        gpt2 = load_gpt2(source)
+        model, tokenizer = convert_gpt2(gpt2), _load_tokenizer(source)
+    if text is not None:
+        if tokenizer is None or tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
+            )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model, gpt2 = model.to(device), gpt2.to(device)
+        calibration = calibrate(model, tokenizer, text, global_heads, window, balance, max_blocks, gpt2)
+        model = with_global_heads(model, calibration.global_heads, window)
+
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if calibration is not None:
+        write_report(folder, source, text, calibration)
+    return model, calibration
+
+
+def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError):
+        return None
+    # For a GPT-2 without the tokenizer's files, Transformers makes one that has no words.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
