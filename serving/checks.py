@@ -1,0 +1,40 @@
+"""What a serving process cannot do with a configuration, said before it loads the model."""
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+
+
+# Types of rotary embeddings that vLLM and Transformers compute alike. Of the others, "dynamic" and "longrope" depend
+# on the length of the request in Transformers, and on `max_model_len` in vLLM.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class LSGPTServingChecks(VerifyAndUpdateConfig):
+    """vLLM calls this once, in the process that the user started."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig):
+        """Raises `ValueError` for what cannot be served; changes nothing."""
+        config: LSGPTConfig = vllm_config.model_config.hf_config
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        groups = config.num_attention_heads // config.num_key_value_heads
+        for i, head_groups in enumerate(config.head_groups):
+            num_global, num_local = (head_groups.get(kind, 0) // groups for kind in (GLOBAL, LOCAL))
+            if num_global % ranks or num_local % ranks:
+                raise ValueError(
+                    "`tensor_parallel_size` must divide the number of global and of local key/value heads in each "
+                    f"layer; got {ranks}, and layer {i} has {num_global} global and {num_local} local ones"
+                )
+        if config.position_embedding_type == "rope" and config.rope_parameters["rope_type"] not in ROPE_TYPES:
+            raise ValueError(
+                f"`rope_parameters` must be of a `rope_type` among {', '.join(ROPE_TYPES)} to be served with vLLM; "
+                f"got {config.rope_parameters['rope_type']!r}"
+            )
+        length = vllm_config.model_config.max_model_len
+        if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
+            raise ValueError(
+                f"`max_model_len` must be at most {config.max_position_embeddings}, the number of learned positions "
+                f"(`max_position_embeddings`); got {length}"
+            )

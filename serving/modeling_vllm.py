@@ -1,0 +1,292 @@
+"""LSGPT on vLLM's parallel layers and paged attention.
+
+A decoder layer has one `Attention` module for each kind of head that it has. To vLLM these are separate layers of the
+key/value cache: its hybrid cache manager keeps all blocks of the global heads, and frees those of the local heads that
+have left the window.
+
+Shapes: T tokens of all requests in a step, D `head_dim`, R the number of tensor-parallel ranks.
+"""
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+from vllm.v1.attention.selector import get_attn_backend
+
+from lsgpt.modeling_lsgpt.configuration_lsgpt import LOCAL, LSGPTConfig
+from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTSinusoidalPositions
+
+
+def supported_head_size(head_dim: int, cache_dtype: str) -> int:
+    """
+    The smallest width that the attention backend has for heads of `head_dim`; they are padded with zeros to it.
+
+    Raises:
+        ValueError: There is none.
+    """
+    backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype)
+    sizes = backend.get_supported_head_sizes() or [head_dim]  # a backend without a list has judged already
+    if head_dim > max(sizes):
+        raise ValueError(
+            f"`head_dim` must be at most {max(sizes)} for vLLM's attention backend {backend.get_name()}; "
+            f"got {head_dim}"
+        )
+    return min(size for size in sizes if size >= head_dim)
+
+
+class LSGPTAttention(nn.Module):
+    """Attention whose heads come in two groups, each with a cache: first the global heads, then the local ones."""
+
+    def __init__(self, vllm_config: VllmConfig, layer_idx: int, prefix: str):
+        super().__init__()
+        config: LSGPTConfig = vllm_config.model_config.hf_config
+        quant_config, ranks = vllm_config.quant_config, get_tensor_model_parallel_world_size()
+        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        groups = heads // kv_heads  # query heads that share a key/value head
+        # Each rank has the same share of each kind: `load_weights` orders the heads to that end.
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            self.head_dim,
+            heads,
+            kv_heads,
+            bias=config.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            heads * self.head_dim,
+            config.hidden_size,
+            bias=config.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm = RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        self.rotary_emb = None
+        if config.position_embedding_type == "rope":
+            self.rotary_emb = get_rope(
+                self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters
+            )
+
+        self.padding = supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype) - self.head_dim
+        self.head_groups = nn.ModuleDict()
+        self.q_sizes, self.kv_sizes = [], []  # widths of each kind on this rank
+        for kind, num_heads in config.head_groups[layer_idx].items():
+            self.head_groups[kind] = Attention(
+                num_heads // ranks,
+                self.head_dim + self.padding,
+                self.head_dim**-0.5,
+                num_kv_heads=num_heads // groups // ranks,
+                cache_config=vllm_config.cache_config,
+                quant_config=quant_config,
+                logits_soft_cap=config.attn_logit_softcapping,
+                # The last `sliding_window` keys, the query's own included: vLLM's convention too.
+                per_layer_sliding_window=config.sliding_window if kind == LOCAL else None,
+                prefix=f"{prefix}.{kind}",
+            )
+            self.q_sizes.append(num_heads // ranks * self.head_dim)
+            self.kv_sizes.append(num_heads // groups // ranks * self.head_dim)
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Maps `(T, hidden_size)` at `positions` `(T,)` to the same shape."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = qkv.split([sum(self.q_sizes), sum(self.kv_sizes), sum(self.kv_sizes)], dim=-1)
+        if self.q_norm is not None:
+            query = self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            key = self.k_norm(key.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        if self.rotary_emb is not None:
+            query, key = self.rotary_emb(positions, query, key)
+        outputs = [
+            self._attend(group, q, k, v)
+            for group, q, k, v in zip(
+                self.head_groups.values(),
+                query.split(self.q_sizes, dim=-1),
+                key.split(self.kv_sizes, dim=-1),
+                value.split(self.kv_sizes, dim=-1),
+            )
+        ]
+        output, _ = self.o_proj(torch.cat(outputs, dim=-1))
+        return output
+
+    def _attend(self, group: Attention, *heads: torch.Tensor) -> torch.Tensor:
+        if self.padding == 0:
+            return group(*heads)
+        heads = [F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.padding)).flatten(-2) for x in heads]
+        output = group(*heads).unflatten(-1, (-1, self.head_dim + self.padding))
+        return output[..., : self.head_dim].flatten(-2)
+
+
+class LSGPTMLP(nn.Module):
+    """The position-wise feed-forward network: up, activation, down."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.up_proj = ColumnParallelLinear(
+            config.hidden_size,
+            config.intermediate_size,
+            bias=config.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size,
+            config.hidden_size,
+            bias=config.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+        self.act_fn = ACT2FN[config.hidden_act]  # vLLM knows fewer
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states, _ = self.up_proj(hidden_states)
+        hidden_states, _ = self.down_proj(self.act_fn(hidden_states))
+        return hidden_states
+
+
+def layer_norm(config: LSGPTConfig) -> LayerNorm:
+    """A layer norm over the residual stream."""
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+
+
+class LSGPTDecoderLayer(nn.Module):
+    """One block: attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, vllm_config: VllmConfig, layer_idx: int, prefix: str):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.input_layernorm = layer_norm(config)
+        self.self_attn = LSGPTAttention(vllm_config, layer_idx, f"{prefix}.self_attn")
+        self.post_attention_layernorm = layer_norm(config)
+        self.mlp = LSGPTMLP(vllm_config, f"{prefix}.mlp")
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Maps `(T, hidden_size)` at `positions` `(T,)` to the same shape."""
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), positions)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+@support_torch_compile
+class LSGPTModel(nn.Module):
+    """The decoder without a head: token ids to hidden states."""
+
+    # The names of a checkpoint, and the part of vLLM's fused layer that each one is.
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_stacked={
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: LSGPTConfig = vllm_config.model_config.hf_config
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.embed_tokens",
+        )
+        self.embed_positions = None
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        elif config.position_embedding_type == "sinusoidal":
+            self.embed_positions = LSGPTSinusoidalPositions(config.hidden_size)
+        self.layers = nn.ModuleList(
+            LSGPTDecoderLayer(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
+        )
+        self.norm = layer_norm(config)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Maps token ids `(T,)`, or embeddings `(T, hidden_size)`, at `positions` `(T,)` to `(T, hidden_size)`."""
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(positions).to(hidden_states.dtype)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, positions)
+        return self.norm(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads a checkpoint's tensors, and returns the names of the parameters that it filled."""
+        ranks = get_tensor_model_parallel_world_size()
+        weights = ((name, self._in_rank_order(name, weight, ranks)) for name, weight in weights)
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+    def _in_rank_order(self, name: str, weight: torch.Tensor, ranks: int) -> torch.Tensor:
+        """
+        Orders a projection's heads for tensor parallelism. To rank r vLLM gives the r-th contiguous piece of them; so
+        each piece must have its share of the global heads, and then of the local ones.
+        """
+        match = re.fullmatch(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(weight|bias)", name)
+        if ranks == 1 or match is None or match[2] + match[3] == "obias":
+            return weight
+        config = self.config
+        groups = 1 if match[2] in "qo" else config.num_attention_heads // config.num_key_value_heads
+        counts = [num_heads // groups for num_heads in config.head_groups[int(match[1])].values()]
+        dim = 1 if match[2] == "o" else 0  # the output projection has the heads as its inputs
+        kinds = weight.unflatten(dim, (-1, config.head_dim)).split(counts, dim)
+        kinds = [kind.unflatten(dim, (ranks, -1)) for kind in kinds]
+        return torch.cat(kinds, dim + 1).flatten(dim, dim + 2)
+
+
+class LSGPTForCausalLM(nn.Module):
+    """The decoder with a language-modelling head, with the methods that vLLM calls."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: LSGPTConfig = vllm_config.model_config.hf_config
+        self.config = config
+        self.model = LSGPTModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Maps token ids `(T,)` to embeddings `(T, hidden_size)`, without positions."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As in `LSGPTModel`."""
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Maps hidden states `(N, hidden_size)` to logits `(N, vocab_size)`."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads a checkpoint's tensors, and returns the names of the parameters that it filled."""
+        return AutoWeightsLoader(self).load_weights(weights)

@@ -1,0 +1,34 @@
+"""What cannot be served is refused with a reason, most of it before a model is loaded."""
+
+import pytest
+
+
+def test_tensor_parallelism_needs_heads_to_share(tiny_model, tmp_path, start_engine):
+    tiny_model(num_global_heads=[2, 1], head_dim=32).save_pretrained(tmp_path)
+    message = r"`tensor_parallel_size` must divide .* got 2, and layer 1 has 1 global and 5 local ones"
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path, tensor_parallel_size=2):
+        pass
+
+
+def test_rotary_positions_that_vllm_computes_differently(tiny_model, tmp_path, start_engine):
+    rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    model = tiny_model(head_dim=32, position_embedding_type="rope", rope_parameters=rope_parameters)
+    model.save_pretrained(tmp_path)
+    message = "`rope_parameters` must be of a `rope_type` among default, linear, llama3, yarn .* got 'dynamic'"
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+        pass
+
+
+def test_learned_positions_end(tiny_model, tmp_path, start_engine, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    tiny_model(head_dim=32).save_pretrained(tmp_path)
+    message = "`max_model_len` must be at most 256, the number of learned positions .* got 300"
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path, max_model_len=300):
+        pass
+
+
+def test_head_dim_that_the_backend_lacks(tiny_model, tmp_path, start_engine):
+    tiny_model(head_dim=520).save_pretrained(tmp_path)
+    message = "`head_dim` must be at most 512 for vLLM's attention backend CPU_ATTN; got 520"
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+        pass

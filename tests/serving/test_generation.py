@@ -1,0 +1,158 @@
+"""What vLLM's engine generates, beside Transformers."""
+
+import random
+
+import pytest
+import torch
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+
+POSITIONS = ["learned", "sinusoidal", "rope", "none"]
+
+
+def random_config(seed):
+    """A small configuration, with every kind of position and every way to share out heads among any 20 seeds."""
+    rng = random.Random(seed)
+    group = rng.choice([1, 1, 2, 3])
+    kv_heads = rng.randint(2, 6)
+
+    def count():
+        return group * rng.randint(1, kv_heads - 1)
+
+    heads = group * kv_heads
+    num_global_heads = [count(), [count(), count()], heads, 0, [0, count()]][seed % 5]
+    return LSGPTConfig(
+        vocab_size=rng.randint(50, 300),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=rng.choice([20, 32, 36, 64]),  # the CPU build pads 20 to 32 and 36 to 64
+        num_global_heads=num_global_heads,
+        sliding_window=rng.choice([2, 5, 17, 32, 50, 100]),
+        intermediate_size=rng.choice([96, 128]),
+        hidden_act=rng.choice(["gelu", "gelu_new", "relu", "silu", "mish"]),
+        max_position_embeddings=256,
+        position_embedding_type=POSITIONS[seed % 4],
+        use_bias=rng.random() < 0.5,
+        qk_norm=rng.random() < 0.5,
+        attn_logit_softcapping=rng.choice([None, None, 3.0]),
+        attention_dropout=0.1,
+        resid_dropout=0.1,
+        embd_dropout=0.1,
+        initializer_range=0.3,  # logits far apart
+        tie_word_embeddings=rng.random() < 0.5,
+    )
+
+
+def save_model(config, folder):
+    """A model with random weights, biases and norms included, saved as a user saves it."""
+    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
+    model = LSGPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def random_prompts(config, lengths):
+    """Lists of token ids."""
+    return [torch.randint(config.vocab_size, (length,)).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_transformers(seed, tmp_path, start_engine, continue_prompts, assert_equal_greedy):
+    """Requests of many lengths around the window and the cache's blocks, more of them than run at once."""
+    config = random_config(seed)
+    model = save_model(config, tmp_path)
+    window = config.sliding_window
+    prompts = random_prompts(config, [1, window - 1, window, window + 1, 31, 130, 240])
+    chunk = [48, 512][seed % 2]  # long prompts in several steps, among the tokens that other requests generate
+    with start_engine(tmp_path, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
+        outputs = continue_prompts(llm, prompts, max_tokens=12)
+    assert_equal_greedy(model, prompts, outputs)
+
+
+def test_random_configurations_cover_the_model():
+    """Among the 20 configurations is everything that `docs/serving.md` says is supported."""
+    configs = [random_config(seed) for seed in range(20)]
+    counts = [config.num_global_heads_per_layer for config in configs]
+    assert {config.position_embedding_type for config in configs} == set(POSITIONS)
+    for field in ("use_bias", "qk_norm", "tie_word_embeddings"):
+        assert {getattr(config, field) for config in configs} == {False, True}
+    assert any(config.attn_logit_softcapping for config in configs)
+    assert any(config.num_key_value_heads < config.num_attention_heads for config in configs)
+    assert any(config.head_dim * config.num_attention_heads != config.hidden_size for config in configs)
+    assert any(max(c) == 0 for c in counts)
+    assert any(c == [config.num_attention_heads] * 2 for c, config in zip(counts, configs))
+    assert any(0 < c[0] != c[1] > 0 for c in counts)
+    assert any(min(c) == 0 < max(c) for c in counts)
+
+
+@pytest.mark.parametrize(
+    "rope_parameters",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_scaled_rotary_positions(
+    rope_parameters, tiny_config, tmp_path, start_engine, continue_prompts, assert_equal_greedy
+):
+    config = tiny_config(
+        head_dim=32, position_embedding_type="rope", rope_parameters={"rope_theta": 10_000.0, **rope_parameters}
+    )
+    model = save_model(config, tmp_path)
+    prompts = random_prompts(config, [20, 200])
+    with start_engine(tmp_path) as llm:
+        outputs = continue_prompts(llm, prompts, max_tokens=12)
+    assert_equal_greedy(model, prompts, outputs)
+
+
+def test_prefix_caching(tiny_config, tmp_path, start_engine, continue_prompts, assert_equal_greedy):
+    """Requests that begin alike share blocks of both kinds of heads."""
+    model = save_model(tiny_config(head_dim=32), tmp_path)
+    prefix, *ends = random_prompts(model.config, [150, 1, 40, 80])
+    prompts = [prefix + end for end in ends]
+    with start_engine(tmp_path) as llm:
+        first = continue_prompts(llm, prompts[:1], max_tokens=4)
+        others = continue_prompts(llm, prompts[1:], max_tokens=12)
+    assert first[0].num_cached_tokens == 0
+    # Blocks of 32 tokens for 4 local heads are as large as blocks of 64 for 2 global ones: 2 of these are shared.
+    assert [output.num_cached_tokens for output in others] == [128, 128]
+    assert_equal_greedy(model, prompts, first + others)
+
+
+def test_tensor_parallelism(tmp_path, start_engine, continue_prompts, assert_equal_greedy):
+    """Two ranks, each with its share of each kind; the kinds and the layers have different numbers of heads."""
+    config = LSGPTConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        num_global_heads=[4, 8],
+        head_dim=32,
+        sliding_window=8,
+        max_position_embeddings=256,
+        position_embedding_type="rope",
+        use_bias=True,
+        qk_norm=True,
+        initializer_range=0.3,
+    )
+    model = save_model(config, tmp_path)
+    prompts = random_prompts(config, [5, 100])
+    with start_engine(tmp_path, tensor_parallel_size=2) as llm:
+        outputs = continue_prompts(llm, prompts, max_tokens=12)
+    assert_equal_greedy(model, prompts, outputs)

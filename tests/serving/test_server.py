@@ -1,0 +1,90 @@
+"""The OpenAI-compatible server over HTTP: its own processes, the compiled model, text in and text out."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+
+
+START_SECONDS = 600
+
+
+@pytest.fixture
+def checkpoint(tiny_model, tmp_path):
+    """A model and its tokenizer, and the folder that has both."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["def f(x):\n    return x"], vocab_size=270)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
+    model = tiny_model(vocab_size=len(tokenizer), head_dim=32)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer, folder
+
+
+@pytest.fixture
+def server(checkpoint, tmp_path):
+    """The address of a server of that folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` runs. That command itself does not start in the CPU build, which has no package named vllm.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[2])]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "lsgpt"]
+    command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**26)]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment["VLLM_CACHE_ROOT"] = str(tmp_path / "cache")  # compile here and now
+    log = tmp_path / "log"
+    address = f"http://127.0.0.1:{port}"
+    with open(log, "w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process:
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not is_up(address):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+
+
+def is_up(address):
+    """Whether the server says that it is ready."""
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def test_completions(server, checkpoint):
+    """Concurrent requests get what the model continues them with in Transformers."""
+    model, tokenizer, _ = checkpoint
+    prompts = ["def", "def f(x):\n    return x", "x" * 100]
+
+    def complete(prompt):
+        body = {"model": "lsgpt", "prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["choices"][0]
+
+    with ThreadPoolExecutor() as pool:
+        choices = list(pool.map(complete, prompts))
+    for prompt, choice in zip(prompts, choices):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        assert choice["token_ids"] == tokens.tolist()
+        assert choice["text"] and tokenizer.decode(tokens).startswith(choice["text"])
