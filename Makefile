@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
+SERVING_VENV ?= .venv-serving
 RUN = $(VENV)/bin/python -m
 
-.PHONY: help demo test test-floor lint
+.PHONY: help demo test test-floor test-serving lint
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -12,11 +13,14 @@ help:  ## Show this list
 demo: $(VENV)/installed  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
 	$(VENV)/bin/lsgpt train
 
-test: $(VENV)/installed  ## Run all tests
+test: $(VENV)/installed  ## Run all tests but those of serving
 	$(RUN) pytest -n 2
 
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
 	$(FLOOR_VENV)/bin/python -m pytest -n 2 tests/modeling_lsgpt tests/transformers_common
+
+test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
+	$(SERVING_VENV)/bin/python -m pytest tests/serving
 
 lint: $(VENV)/installed  ## Check style and formatting
 	$(RUN) ruff check
@@ -26,9 +30,18 @@ lint: $(VENV)/installed  ## Check style and formatting
 %/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[$(EXTRA)]'
 	touch $@
 
 CONSTRAINTS = constraints.txt
+EXTRA = dev
 $(FLOOR_VENV)/installed: CONSTRAINTS = constraints-floor.txt
+$(FLOOR_VENV)/installed: EXTRA = test
 $(FLOOR_VENV)/installed: constraints-floor.txt
+
+# Without dependencies: what these versions of vLLM and Transformers need is in the file, and no more.
+$(SERVING_VENV)/installed: setup.cfg pyproject.toml constraints-serving.txt
+	$(PYTHON) -m venv $(SERVING_VENV)
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement constraints-serving.txt --editable .
+	touch $@

@@ -58,6 +58,78 @@ def _make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     generate.set_defaults(run=_generate)
 
+    text = "put a trained model on the Hub, with a model card made from its run"
+    publish = commands.add_parser(
+        "publish",
+        help=text,
+        description=f"{text.capitalize()}: weights, tokenizer, code, card, plots, recipe and metrics, in one commit. "
+        "Everything is checked before a repository is made. FOLDER does not change; the licence in the metadata of a "
+        "README.md in it counts, and the new card takes its place on the Hub.",
+    )
+    publish.add_argument("folder", metavar="FOLDER", help="a folder with a checkpoint, such as runs/demo")
+    publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must be free")
+    publish.add_argument(
+        "--license",
+        metavar="ID",
+        help="licence of the weights as the Hub names it, such as apache-2.0; default: that in FOLDER's README.md or "
+        "recipe.yaml",
+    )
+    publish.add_argument("--private", action="store_true", help="for you, or your organization, only")
+    publish.add_argument(
+        "--dry-run", action="store_true", help="check everything, and write what would be uploaded into a folder"
+    )
+    publish.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="folder of the dry run; default: FOLDER-card beside FOLDER, or FOLDER-card-2, ...",
+    )
+    publish.set_defaults(run=_publish)
+
+    text = "turn a checkpoint of other code into one of LSGPT"
+    convert = commands.add_parser(
+        "convert",
+        help=text,
+        description=f"{text.capitalize()}, with the same logits: of nanoGPT, of the paper's code, or a GPT-2. A GPT-2 "
+        "can be given local heads: those that, on a text of yours, attend inside the window anyway.",
+        allow_abbrev=False,
+    )
+    convert.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a file of nanoGPT or of the paper's code; or the folder or Hub name of a GPT-2",
+    )
+    convert.add_argument("folder", metavar="FOLDER", help="a new or an empty folder to write the checkpoint into")
+    convert.add_argument(
+        "--global-heads", metavar="K", type=_positive_int, help="number of heads in each layer that stay global"
+    )
+    convert.add_argument(
+        "--window",
+        metavar="W",
+        type=_positive_int,
+        help="number of tokens that the local heads see, their own included",
+    )
+    convert.add_argument(
+        "--calibrate",
+        metavar="TEXT",
+        help="text to choose the heads on: a file or a folder of .txt, .jsonl, .json or .parquet files, stdlib, or a "
+        "data set on the Hub",
+    )
+    convert.add_argument(
+        "--balance",
+        choices=("layer", "overall"),
+        default="layer",
+        help="choose the K least local heads of each layer, or as many overall, so that layers differ; "
+        "default: %(default)s",
+    )
+    convert.add_argument(
+        "--max-blocks",
+        metavar="N",
+        type=_positive_int,
+        default=32,
+        help="blocks of text to measure heads on at most, and as many to evaluate; default: %(default)s",
+    )
+    convert.set_defaults(run=_convert)
+
     text = "show a model's shape and size, and what it costs beside equal multi-head attention"
     info = commands.add_parser("info", help=text, description=text.capitalize() + ".")
     info.add_argument("model", metavar="PRESET_OR_FOLDER", help="a preset's name, or a folder with a checkpoint")
@@ -208,6 +280,44 @@ def _info(args: argparse.Namespace) -> int:
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
         print(f"\n  The model itself ends at {config.max_position_embeddings:,} learned positions.")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from lsgpt.configuration import describe
+    from lsgpt.conversion import convert
+    from lsgpt.conversion.calibration import format_perplexities
+
+    model, calibration = convert(
+        args.source, args.folder, args.global_heads, args.window, args.calibrate, args.balance, args.max_blocks
+    )
+    print(f"Converted {args.source} to {args.folder}")
+    for name, value in describe(model.config).items():
+        print(f"  {name:<34}{value}")
+    if calibration is not None:
+        print("\nPerplexity on held-out text:")
+        for name, value in format_perplexities(calibration).items():
+            print(f"  {value:<32}{name}")
+        print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")
+        print(
+            f"  lsgpt train finetune --model_name_or_path {args.folder} --dataset_name {args.calibrate} "
+            f"--block_size {model.config.max_position_embeddings}"
+        )
+    if not os.path.exists(os.path.join(args.folder, "tokenizer_config.json")):
+        print(f"\nThe source has no tokenizer. To use text, save the model's own into {args.folder}.")
+    return 0
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from lsgpt.model_cards import publish
+
+    result = publish(args.folder, args.repo_id, args.private, args.dry_run, args.license, args.output)
+    if not args.dry_run:
+        print(f"Published: {result}")
+        return 0
+    print(f"Checked. This would be uploaded to {args.repo_id}; read {os.path.join(result, 'README.md')} first:")
+    for file in sorted(os.scandir(result), key=lambda file: file.name):
+        print(f"  {file.name:<32}{file.stat().st_size:>16,} bytes")
     return 0
 
 

@@ -1,0 +1,192 @@
+"""docs/other-libraries.md runs as printed, in a folder with a checkpoint and a text, and does what it says."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.cli.serve import Serve
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.training.data import load_documents, train_tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+DOC = (ROOT / "docs" / "other-libraries.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", DOC, re.DOTALL | re.MULTILINE))
+
+
+def block(section, language, index=0):
+    return re.findall(rf"```{language}\n(.*?)```", SECTIONS[section], re.DOTALL)[index]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds `runs/demo`, a small untrained model with its tokenizer, and `notes.txt`."""
+    folder = tmp_path_factory.mktemp("libraries")
+    texts = load_documents("stdlib")["validation"]["text"][:50]
+    tokenizer = train_tokenizer(texts, vocab_size=400)
+    torch.manual_seed(0)
+    config = LSGPTConfig(
+        vocab_size=400,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        sliding_window=40,
+        initializer_range=0.2,
+    )
+    LSGPTForCausalLM(config).save_pretrained(folder / "runs" / "demo")
+    tokenizer.save_pretrained(folder / "runs" / "demo")
+    (folder / "notes.txt").write_text("\n\n".join("\n\n".join(texts).split("\n\n")[:40]), encoding="utf-8")
+    return folder
+
+
+def environment(folder):
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    caches = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_MODULES_CACHE": str(folder / "modules")}
+    own = {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "localhost", "PYTHONUTF8": "1"}
+    return {**os.environ, **caches, **own}
+
+
+def run(command, folder):
+    result = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, encoding="utf-8"
+    )
+    assert result.returncode == 0, f"{command[-1]}\n{result.stderr}"
+    return result.stdout
+
+
+def run_python(code, folder):
+    return run([sys.executable, "-c", code], folder)
+
+
+def test_every_section_is_run_here():
+    assert set(SECTIONS) == {
+        "PEFT",  # docs/fine-tuning.md, run by tests/training/test_fine_tuning.py
+        "TRL",
+        "lm-evaluation-harness",
+        "Pipelines",
+        "torchao",
+        "torch.export",
+        "transformers serve",
+    }
+
+
+def test_trl(folder):
+    check = """
+batch = next(iter(trainer.get_train_dataloader()))
+assert "attention_mask" not in batch
+assert (batch["position_ids"] == 0).sum() > 5  # many texts in a row, each with positions of its own
+print(trainer.state.log_history[-1]["train_loss"])
+"""
+    loss = float(run_python(block("TRL", "python") + check, folder).splitlines()[-1])
+    assert 0 < loss < 12
+    before = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo").state_dict()
+    after = LSGPTForCausalLM.from_pretrained(folder / "runs" / "sft").state_dict()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_lm_evaluation_harness(folder):
+    (folder / "tasks").mkdir()
+    lines, task = (block("lm-evaluation-harness", language) for language in ("json", "yaml"))
+    (folder / "tasks" / "continuations.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tasks" / "continuations.yaml").write_text(task, encoding="utf-8")
+    run(["bash", "-ec", block("lm-evaluation-harness", "bash")], folder)
+    (samples,) = folder.glob("runs/eval/*/samples_continuations_*.jsonl")
+
+    model = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "runs" / "demo")
+    for line in samples.read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        for choice, response in zip(sample["doc"]["choices"], sample["filtered_resps"]):
+            context, whole = (tokenizer(x).input_ids for x in (sample["doc"]["text"], sample["doc"]["text"] + choice))
+            with torch.no_grad():
+                scores = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            expected = sum(scores[i - 1, whole[i]].item() for i in range(len(context), len(whole)))
+            assert float(response[0]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_pipelines(folder):
+    texts = run_python(block("Pipelines", "python"), folder)
+    assert texts.startswith("def ")
+    assert "import os\n" in texts
+
+
+def test_torchao(folder):
+    check = """
+import torch
+full = AutoModelForCausalLM.from_pretrained("runs/demo")
+quantized = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Int8Tensor"]
+assert len(quantized) == 2 * 6, quantized
+input_ids = torch.arange(40)[None]
+with torch.no_grad():
+    error = (model(input_ids).logits - full(input_ids).logits).square().mean().sqrt()
+    assert 0 < error < 0.05 * full(input_ids).logits.std()  # 127 steps a row, through two layers
+model.generate(input_ids, max_new_tokens=3)
+"""
+    run_python(block("torchao", "python") + check, folder)
+    sizes = [(folder / "runs" / name / "model.safetensors").stat().st_size for name in ("int8", "demo")]
+    assert sizes[1] - sizes[0] > 2.5 * 2 * 12 * 48**2  # of the 4 bytes of each weight in the layers 1 is left
+
+
+def test_torch_export(folder):
+    run_python(block("torch.export", "python"), folder)
+    elsewhere = """
+import sys
+import torch
+import transformers.modeling_outputs
+program = torch.export.load("runs/demo.pt2").module()
+assert program(input_ids=torch.ones(5, 200).long(), use_cache=False).logits.shape == (5, 200, 400)
+assert "lsgpt" not in sys.modules
+try:
+    program(input_ids=torch.ones(2, 80).long(), use_cache=False)
+except AssertionError as error:
+    print(error)
+"""
+    assert ">= 81" in run_python(elsewhere, folder)  # the shortest length, one more than two windows
+
+
+def test_transformers_serve(folder):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    server, client = (block("transformers serve", "python", i).replace("8000", port) for i in (0, 1))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", server], cwd=folder, env=environment(folder), stdout=log, stderr=log
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
+                try:
+                    opener.open(f"http://localhost:{port}/health", timeout=5).close()
+                    break
+                except urllib.error.URLError:
+                    time.sleep(0.2)
+            text = run_python(client, folder)
+        finally:
+            process.terminate()
+            process.wait()
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "runs" / "demo")
+    model = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo")
+    inputs = tokenizer("def ", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_the_command_cannot_serve(folder):
+    """The day it can, the document is to say so."""
+    with pytest.raises(AttributeError, match="module transformers has no attribute LSGPTForCausalLM"):
+        Serve(str(folder / "runs" / "demo"), trust_remote_code=True, non_blocking=True)
