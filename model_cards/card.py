@@ -43,9 +43,6 @@ PLOTS = {
 }
 """The plots of a run's report that a card shows: their titles and files, by section."""
 
-# `CPUAttentionBackend.get_supported_head_sizes()` of vLLM 0.32.
-_VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
 # A preset without a recipe: the recipe that fits it best, and how that differs from the paper.
 _OTHER_RECIPES = {
     "paper-36l": (
@@ -287,8 +284,6 @@ def _describe_snippets(
     return {
         "model_literal": json.dumps(model_id, ensure_ascii=False),
         "model_argument": shlex.quote(model_id),
-        "head_dim": config.head_dim,
-        "vllm_cpu_head_dims": _VLLM_CPU_HEAD_DIMS,
         "prompt_literal": json.dumps(recipe["prompt"], ensure_ascii=False),
         "max_new_tokens": max(1, min(50, positions - prompt_length)),
         "max_length": min(recipe["block_size"], positions),

@@ -25,6 +25,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lsgpt import LSGPTAttention
+from .cache_lsgpt import make_room
 from .configuration_lsgpt import LSGPTConfig
 from .masking_lsgpt import create_attention_masks
 
@@ -191,6 +192,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            make_room(past_key_values)
 
         attention_mask = create_attention_masks(
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids

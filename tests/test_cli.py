@@ -212,14 +212,21 @@ def test_wrong_usage_exits_with_2(capsys, command, message):
 def test_help_explains_every_command_without_torch():
     program = (
         "import sys, lsgpt_cli\n"
-        "for arguments in ['--help'], ['info', '--help'], ['generate', '--help'], ['compare', '--help']:\n"
-        "    try: lsgpt_cli.main(arguments)\n"
+        "for command in [], ['info'], ['generate'], ['compare'], ['convert'], ['publish']:\n"
+        "    try: lsgpt_cli.main([*command, '--help'])\n"
         "    except SystemExit as done: assert done.code == 0\n"
         "assert not {'torch', 'transformers', 'lsgpt'} & sys.modules.keys()\n"
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
-    for words in ("train a model from a recipe", "Train every arm", "continue a text", "show a model's shape"):
+    for words in (
+        "train a model from a recipe",
+        "Train every arm",
+        "continue a text",
+        "show a model's shape",
+        "turn a checkpoint of other code",
+        "put a trained model on the Hub",
+    ):
         assert words in " ".join(process.stdout.split())
 
 

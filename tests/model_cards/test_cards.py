@@ -46,7 +46,14 @@ RUN = (
 # Everything that a published run has, and nothing else.
 PUBLISHED = {
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-    *("attention_lsgpt.py", "configuration_lsgpt.py", "masking_lsgpt.py", "modeling_lsgpt.py", "telemetry_lsgpt.py"),
+    *(
+        "attention_lsgpt.py",
+        "cache_lsgpt.py",
+        "configuration_lsgpt.py",
+        "masking_lsgpt.py",
+        "modeling_lsgpt.py",
+        "telemetry_lsgpt.py",
+    ),
     *("README.md", "heads.png", "loss.png", "loss_by_position.png", "max_logits.png", "max_logits_by_head.png"),
     *("recipe.yaml", "metrics.jsonl", "results.json"),
 }
@@ -144,8 +151,8 @@ def test_the_card_tells_what_the_run_left(folder):
     assert "hub_token" not in recipe
     for text in (
         "# tiny\n",
-        "Of its 12 attention heads 2 are *global*",
-        "10 are *local*, they attend to the last 50 tokens",
+        "Of its 10 attention heads 2 are *global*",
+        "8 are *local*, they attend to the last 50 tokens",
         "| heads per layer | 6, of them global by layer: 2 0, 32 dimensions each |",
         expected,
         "none was over 100",

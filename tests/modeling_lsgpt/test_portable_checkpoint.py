@@ -69,7 +69,9 @@ def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, val
         ours = LSGPTForCausalLM.from_pretrained(folder).eval()
         files = {path.name for path in folder.iterdir()}
         assert files >= {"model.safetensors", "config.json", "generation_config.json"}
-        code = {"configuration_lsgpt.py", "masking_lsgpt.py", "attention_lsgpt.py", "modeling_lsgpt.py"}
+        code = {
+            f"{name}_lsgpt.py" for name in ("attention", "cache", "configuration", "masking", "modeling", "telemetry")
+        }
         assert files >= code
         theirs = run_without_lsgpt("AutoModelForCausalLM", folder, inputs, tmp_path)
         with torch.no_grad():

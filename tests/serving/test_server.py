@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,3 +90,16 @@ def test_completions(server, checkpoint):
             tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
         assert choice["token_ids"] == tokens.tolist()
         assert choice["text"] and tokenizer.decode(tokens).startswith(choice["text"])
+
+
+def test_snippet_of_the_model_cards(checkpoint, tmp_path):
+    """The one for vLLM runs as printed, with the folder put in."""
+    card = (Path(__file__).parents[2] / "model_cards" / "demo.md").read_text(encoding="utf-8")
+    snippet = next(block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import LLM" in block)
+    (tmp_path / "snippet.py").write_text(snippet.replace("runs/demo", str(checkpoint[2])), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, str(tmp_path / "snippet.py")]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-5000:]
+    assert result.stdout.strip()
