@@ -153,7 +153,7 @@ def test_the_card_tells_what_the_run_left(folder):
         "# tiny\n",
         "Of its 10 attention heads 2 are *global*",
         "8 are *local*, they attend to the last 50 tokens",
-        "| heads per layer | 6, of them global by layer: 2 0, 32 dimensions each |",
+        "| heads per layer | 5, of them global by layer: 2 0, 32 dimensions each |",
         expected,
         "none was over 100",
         "`words.txt` (local), in blocks of 64 tokens",
