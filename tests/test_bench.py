@@ -108,6 +108,9 @@ def test_peers_are_timed_in_turn(monkeypatch):
     assert log == ["a", "b"] * (1 + 4)  # a warm-up, and as many rounds of 5 seconds as the budget has room for
     assert timing.measure(runs, "cpu", budget=0.0, min_rounds=2)["a"] == [1.0] * 2
     assert timing.measure(runs, "cpu", budget=1000.0, max_rounds=7)["a"] == [1.0] * 7
+    log.clear()
+    assert timing.measure(runs, "cpu", budget=3.0, min_rounds=1) == {"a": [1.0], "b": [3.0]}
+    assert log == ["a", "b"]  # the warm-up alone
 
 
 def test_ratios_of_given_times():

@@ -120,6 +120,7 @@ def hub():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", server.url)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr("transformers.utils.hub._hf_api", None)  # an earlier test may have made it, for the real Hub
         patch.setenv("HF_TOKEN", "hf_write")
         yield server
     server.shutdown()
