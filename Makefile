@@ -20,7 +20,7 @@ test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supp
 	$(FLOOR_VENV)/bin/python -m pytest -n 2 tests/modeling_lsgpt tests/transformers_common
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
-	$(SERVING_VENV)/bin/python -m pytest tests/serving
+	$(SERVING_VENV)/bin/python -m pytest -n 2 tests/serving
 
 lint: $(VENV)/installed  ## Check style and formatting
 	$(RUN) ruff check
