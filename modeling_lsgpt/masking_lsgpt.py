@@ -26,6 +26,13 @@ from transformers.utils.import_utils import is_tracing
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
 
 
+MIN_BLOCK_LENGTH = 64
+"""
+Queries in a block of local heads, at least. Shorter blocks see fewer keys in vain; longer ones make fewer copies of a
+key's gradient. On the CPU, 32 was a tenth faster forward and a tenth slower backward.
+"""
+
+
 def create_attention_masks(
     config: LSGPTConfig,
     inputs_embeds: torch.Tensor,
@@ -210,7 +217,7 @@ def blocked_mask(
         `(B or 1, N, 1, C, C + W - 1)`, for `blocked_attention_forward`.
     """
     device = inputs.device
-    block_length = _block_length(window, device)
+    block_length = max(MIN_BLOCK_LENGTH, window // 2)
     num_blocks = -(-q_length // block_length)
     first_query = torch.arange(num_blocks, device=device)[None, :, None, None] * block_length + q_offset
     query = first_query + torch.arange(block_length, device=device)[:, None]
@@ -221,16 +228,6 @@ def blocked_mask(
     inside = (key >= kv_offset) & (key < end)
     mask = mask_function(batch, 0, query.clamp(max=end - 1), key.clamp(min=0, max=end - 1)) & inside
     return mask[:, :, None]
-
-
-def _block_length(window, device):
-    """
-    Queries in a block: short ones see few keys in vain, long ones make few and large products.
-
-    Measured on the CPU, whose kernel works on 32 queries at a time; elsewhere the spans of keys are copied, and short
-    blocks make many copies of a key.
-    """
-    return max(32, window // 4) if device.type == "cpu" else max(64, window // 2)
 
 
 def _restrict_custom_mask(mask, config, kind, batch_size, q_length, kv_length, q_offset, kv_offset):
