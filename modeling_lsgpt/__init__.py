@@ -1,4 +1,7 @@
-"""The model. Every file in this folder travels inside a checkpoint: it may import torch, Transformers and siblings."""
+"""
+The model. Its files travel inside a checkpoint, but for `attach_lsgpt`, which is for other models: every file in this
+folder may import torch, Transformers and siblings only.
+"""
 
 from .attach_lsgpt import attach
 from .attention_lsgpt import HeadGroup, LSGPTAttention
