@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, sliding_window_causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_lsgpt import blocked_attention_forward
 from .masking_lsgpt import blocked_mask
+from .sdpa_lsgpt import blocked_attention_forward
 
 
 LONG_SHORT = "long_short"

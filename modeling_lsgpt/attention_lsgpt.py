@@ -1,7 +1,6 @@
 """Long Short-attention: global heads (full causal) and local heads (causal sliding window) in one layer.
 
-Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`, N blocks,
-C queries in a block.
+Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
 import torch
@@ -11,10 +10,10 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.utils.import_utils import is_tracing
 
 from .configuration_lsgpt import LOCAL, LSGPTConfig
 from .masking_lsgpt import engine_of_step
+from .sdpa_lsgpt import blocked_attention_forward, causal_attention_forward, num_causal_parts
 from .telemetry_lsgpt import max_logits
 
 
@@ -68,84 +67,6 @@ def eager_attention_forward(
     weights = attention_weights(module, query, key, attention_mask, scaling, dropout, softcap)
     value = repeat_kv(value, module.num_key_value_groups)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class _CutKeys(torch.autograd.Function):
-    """
-    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * H_kv, N, C + W - 1, D)`.
-
-    The spans overlap, and are views of one padded copy. PyTorch's own gradient of such views adds up element by
-    element; here a span is taken apart into pieces of C keys or less, which are added for all blocks together.
-    """
-
-    @staticmethod
-    def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
-        batch_size, num_heads, length, head_dim = keys.shape
-        missing = past + num_blocks * block_length - tail - length
-        ctx.sizes = num_blocks, block_length, missing, keys.shape
-        keys = F.pad(keys, (0, 0, missing, tail)).reshape(batch_size * num_heads, -1, head_dim)
-        spans = keys.unfold(1, past + block_length, block_length).transpose(2, 3)
-        # Only the CPU's kernels are known to take overlapping inputs.
-        return spans if keys.device.type == "cpu" else spans.contiguous()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        num_blocks, block_length, missing, shape = ctx.sizes
-        span, covered = gradient.shape[2], num_blocks * block_length
-        result = gradient.new_zeros(gradient.shape[0], span - block_length + covered, shape[3])
-        for end in range(span, 0, -block_length):
-            begin = max(end - block_length, 0)
-            blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
-            blocks[:, :, : end - begin] += gradient[:, :, begin:end]
-        return result[:, missing : missing + shape[2]].reshape(shape), None, None, None, None
-
-
-def blocked_attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    blocked_mask: torch.Tensor,
-    scaling: float,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """
-    Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
-
-    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so one
-    small `scaled_dot_product_attention` does it, whose batch are the heads and whose heads are the blocks. The query
-    heads that share a key/value head stand below each other in the block, and the keys are not repeated.
-
-    Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
-            query. Keys that no query's window reaches may be missing.
-        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): True where a query may attend, see `create_attention_masks`.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
-
-    Returns:
-        Outputs `(B, T, H, D)`.
-    """
-    batch_size, num_heads, q_length, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    groups = num_heads // num_kv_heads
-    num_blocks, _, block_length, span = blocked_mask.shape[1:]
-    past = span - block_length  # W - 1
-    tail = num_blocks * block_length - q_length
-
-    if is_tracing(query) or tail:  # an exported program is for lengths with and without a tail
-        query = F.pad(query, (0, 0, 0, tail))
-    query = query.unflatten(2, (num_blocks, block_length)).unflatten(1, (num_kv_heads, groups))
-    query = query.transpose(2, 3).reshape(batch_size * num_kv_heads, num_blocks, groups * block_length, head_dim)
-    keys, values = (
-        _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
-    )
-    mask = blocked_mask.expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    if mask.shape[0] > 1:
-        mask = mask[:, None].expand(-1, num_kv_heads, -1, -1, -1).flatten(0, 1)
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    output = output.view(batch_size, num_kv_heads, num_blocks, groups, block_length, head_dim)
-    output = output.permute(0, 2, 4, 1, 3, 5).reshape(batch_size, -1, num_heads, head_dim)
-    return output[:, :q_length]
 
 
 class HeadGroup(nn.Module):
@@ -211,6 +132,10 @@ class HeadGroup(nn.Module):
             )
         engine = engine_of_step(self.config, query.shape[2])
         self._check_engine(engine, query)
+        if engine == "sdpa" and mask is None and self.sliding_window is None and not self.dropout:
+            num_parts = num_causal_parts(query, key, value)
+            if num_parts > 1:
+                return causal_attention_forward(query, key, value, self.scaling, num_parts)
         if self.softcap is not None:
             kwargs["softcap"] = self.softcap
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(engine, eager_attention_forward)

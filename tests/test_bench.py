@@ -59,8 +59,8 @@ def test_command(tmp_path, capsys):
         assert Image.open(tmp_path / f"bench-cpu-{row['benchmark']}.png").format == "PNG"
 
     caches = {row["length"]: row["cache_bytes"] for row in result["rows"] if "cache_bytes" in row}
-    a_token = 2 * 2 * 32 * 4  # layers, key and value, head_dim, bytes
-    assert caches[130] == {"lsgpt": a_token * (130 + 4 * 49), "mhsa": a_token * 5 * 130, "gpt2": a_token * 5 * 130}
+    a_token = 2 * 2 * 24 * 4  # layers, key and value, head_dim, bytes
+    assert caches[130] == {"lsgpt": a_token * (130 + 5 * 49), "mhsa": a_token * 6 * 130, "gpt2": a_token * 6 * 130}
     assert caches[40]["lsgpt"] == caches[40]["gpt2"]
 
 
@@ -238,7 +238,7 @@ def test_limit_leaves_local_attention_out(shape):
     shape, models = peers.build_models(shape, "prefill")
     ours, limit = models["lsgpt sdpa"], models["limit sdpa"]
     assert ours.model.lm_head.weight is limit.model.lm_head.weight
-    query, key, value = torch.randn(3, 2, 5, 75, 32)
+    query, key, value = torch.randn(3, 2, 6, 75, 24)
     masks = masking(ours.model, query)
     expected = attention_layers(ours.model)[0].attend(query, key, value, masks)[0]
     actual = attention_layers(limit.model)[0].attend(query, key, value, limit.options["attention_mask"])[0]

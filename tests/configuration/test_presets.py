@@ -49,8 +49,8 @@ def test_counted_parameters_are_the_models():
 
 
 def test_overrides():
-    config = load_preset("demo", hidden_size=40, num_global_heads=2)
-    assert (config.hidden_size, config.head_dim, config.num_global_heads) == (40, 8, 2)
+    config = load_preset("demo", hidden_size=48, num_global_heads=2)
+    assert (config.hidden_size, config.head_dim, config.num_global_heads) == (48, 8, 2)
 
 
 def test_unknown_names_suggest_the_nearest():

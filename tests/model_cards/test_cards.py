@@ -25,9 +25,8 @@ from lsgpt.training import parse_arguments, run
 
 CARDS = Path(lsgpt_cli.__file__).parent / "model_cards"
 
-# Heads of 32 dimensions: vLLM has no smaller ones on CPUs.
 RUN = (
-    *("--config_overrides", "{vocab_size: 600, hidden_size: 16, head_dim: 32, num_global_heads: [2, 0]}"),
+    *("--config_overrides", "{vocab_size: 600, hidden_size: 24, num_global_heads: [2, 0]}"),
     *(
         "--block_size",
         "64",
@@ -147,13 +146,13 @@ def test_the_card_tells_what_the_run_left(folder):
     expected = f"| local | {first:.3g} (2) | {largest[0]:.3g} ({largest[1]}) | {last:.3g} (4) |"
     recipe = yaml.safe_load(card.text.split("````yaml\n")[1].split("````")[0])
     assert recipe["learning_rate"] == 4e-3
-    assert recipe["config_overrides"]["hidden_size"] == 16
+    assert recipe["config_overrides"]["hidden_size"] == 24
     assert "hub_token" not in recipe
     for text in (
         "# tiny\n",
-        "Of its 10 attention heads 2 are *global*",
-        "8 are *local*, they attend to the last 50 tokens",
-        "| heads per layer | 5, of them global by layer: 2 0, 32 dimensions each |",
+        "Of its 12 attention heads 2 are *global*",
+        "10 are *local*, they attend to the last 50 tokens",
+        "| heads per layer | 6, of them global by layer: 2 0, 4 dimensions each |",
         expected,
         "none was over 100",
         "`words.txt` (local), in blocks of 64 tokens",

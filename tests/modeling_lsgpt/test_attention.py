@@ -9,7 +9,14 @@ import pytest
 import torch
 from reference import assert_as_exact_as, dense_attention, visible_pairs
 
-from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, create_attention_masks
+from lsgpt.modeling_lsgpt import (
+    LOCAL,
+    LSGPTAttention,
+    LSGPTConfig,
+    attention_lsgpt,
+    create_attention_masks,
+    sdpa_lsgpt,
+)
 
 
 WINDOW = 10
@@ -155,6 +162,30 @@ def test_logit_softcapping(engine):
     check(
         HEADS["H6-G1"], engine, torch.float32, 40, gradients=engine == "eager", head_dim=16, attn_logit_softcapping=2.0
     )
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("num_global_heads", "length", "parts"), [(1, 63, 3), (1, 111, 4), (2, 111, 2), (3, 63, 1)])
+def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dtype, four_threads, monkeypatch):
+    monkeypatch.setattr(sdpa_lsgpt, "MIN_PART_LENGTH", 20)
+    calls = []
+    forward = sdpa_lsgpt.causal_attention_forward
+
+    def counting(*args):
+        calls.append(args[-1])
+        return forward(*args)
+
+    monkeypatch.setattr(attention_lsgpt, "causal_attention_forward", counting)
+    check((6, num_global_heads, 6), "sdpa", dtype, length, batch_size=1)
+    assert calls == ([parts] if parts > 1 else [])
 
 
 @pytest.mark.parametrize("layer_idx", [0, 1])

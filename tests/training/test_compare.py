@@ -58,7 +58,7 @@ def test_every_shipped_arm_is_a_recipe():
     for arm in load_arms():
         arguments = resolve_arm(base, arm)
         config = arguments.build_config()
-        assert config.num_global_heads == {"ls": 1, "mhsa": 5, "local": 0}[arm.split("-")[0]]
+        assert config.num_global_heads == {"ls": 1, "mhsa": 6, "local": 0}[arm.split("-")[0]]
         assert (config.position_embedding_type == "rope") == (arm.endswith("-rope") or base["preset"] == "demo")
 
 
