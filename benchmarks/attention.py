@@ -1,10 +1,11 @@
 """Attention alone, forward and backward: Long Short-attention beside causal attention in all heads.
 
 The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
-what Transformers' GPT-2 calls. The limit is that call for the global heads. On CUDA two more ways to compute it, which
-are no engines of the model, are timed: `lsgpt varlen_attn` and `lsgpt flex-fused`.
+what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA two more ways to compute
+it, which are no engines of the model, are timed: `lsgpt varlen_attn` and `lsgpt flex-fused`.
 """
 
+import copy
 from functools import cache, partial
 
 import torch
@@ -38,10 +39,14 @@ def prepare(shape: Shape) -> Benchmark:
         length = min(shape.length, 2 * config.sliding_window + 1)
         step(attend, [x[:, :, :length] for x in inputs], upstream[:, :length])
 
+    groups = heads // config.num_key_value_heads
+    global_only = copy.deepcopy(config)
+    global_only.num_attention_heads = global_only.num_global_heads = num_global_heads
+    global_only.num_key_value_heads = kv_heads = num_global_heads // groups
+    attend_globally = attention_function(global_only, "sdpa")
+
     def limit(query, key, value):
-        kv_heads = num_global_heads * config.num_key_value_heads // heads
-        output = causal_attention(query[:, :num_global_heads], key[:, :kv_heads], value[:, :kv_heads])
-        groups = heads // config.num_key_value_heads
+        output = attend_globally(query[:, :num_global_heads], key[:, :kv_heads], value[:, :kv_heads])
         return torch.cat((output, value[:, kv_heads:].repeat_interleave(groups, dim=1).transpose(1, 2)), dim=2)
 
     peers = Peers()

@@ -29,7 +29,7 @@ from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, HeadGroup, LSGPTAttention, LSGPT
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
-ENGINES = ("sdpa", "eager", "flex_attention", "flash_attention_2")
+ENGINES = ("sdpa", "eager", "flex_attention", "flash_attention_2", "triton")
 """All engines. `eager` is timed for `mhsa` only: it computes local heads densely, as a reference."""
 
 SDPA_BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -151,6 +151,8 @@ class Peers(dict):
                     self.skipped[name] = "it is dense, and its attention weights are too many"
                 elif engine == "flex_attention" and shape.device == "cpu" and pairs > DENSE_BYTES:
                     self.skipped[name] = "on the CPU its mask is made from a dense one, which is too large"
+                elif engine == "triton" and shape.device == "cpu":
+                    self.skipped[name] = "its kernels need a GPU"
                 elif "flash" in engine and not is_flash_attn_2_available():
                     self.skipped[name] = "flash-attn is not installed, or there is no GPU for it"
                 else:

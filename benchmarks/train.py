@@ -1,6 +1,7 @@
 """Training: forward pass with labels, backward pass and AdamW step.
 
-On CUDA the family `telemetry` is timed too: `lsgpt` with every head's largest logit measured on each step.
+On CUDA the family `telemetry` is timed too: `lsgpt` on each engine with every head's largest logit measured on each
+step.
 """
 
 from functools import partial
@@ -40,5 +41,7 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
         name: partial(partial, step, peer, own if name.startswith("gpt2") else shared) for name, peer in peers.items()
     }
     if shape.device == "cuda" if telemetry is None else telemetry:
-        runs["telemetry sdpa"] = partial(partial, measured_step, peers["lsgpt sdpa"], shared)
+        for name, peer in peers.items():
+            if name.startswith("lsgpt "):
+                runs[name.replace("lsgpt", "telemetry")] = partial(partial, measured_step, peer, shared)
     return Benchmark(runs, gates, peers.skipped)

@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .configuration_lsgpt import LOCAL, LSGPTConfig
-from .masking_lsgpt import engine_of_step
+from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+from .masking_lsgpt import Spans, engine_of_step
 from .sdpa_lsgpt import blocked_attention_forward, causal_attention_forward, num_causal_parts
 from .telemetry_lsgpt import max_logits
 
@@ -67,6 +67,17 @@ def eager_attention_forward(
     weights = attention_weights(module, query, key, attention_mask, scaling, dropout, softcap)
     value = repeat_kv(value, module.num_key_value_groups)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def refuse_other_models(module: nn.Module, *args, **kwargs):
+    """
+    What Transformers finds under the name `triton`. LSGPT never gets here: where the engine's masks are `Spans`,
+    `LSGPTAttention` calls the kernel, and elsewhere `engine_of_step` has another engine attend.
+    """
+    raise ValueError(f'attn_implementation="triton" is an engine of LSGPT; {type(module).__name__} cannot use it')
+
+
+ALL_ATTENTION_FUNCTIONS.register("triton", refuse_other_models)
 
 
 class HeadGroup(nn.Module):
@@ -173,7 +184,12 @@ class HeadGroup(nn.Module):
         is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
         limits = {name: attention_masks.get(name) for name in ("padding_mask", "documents")}
         limits = {name: None if limit is None else limit[:, -key.shape[2] :] for name, limit in limits.items()}
-        new = max_logits(query, key, self.scaling, self.sliding_window, mask if is_dense else None, **limits)
+        self.raise_max_logit(
+            max_logits(query, key, self.scaling, self.sliding_window, mask if is_dense else None, **limits)
+        )
+
+    def raise_max_logit(self, new: torch.Tensor):
+        """Raises the running maxima to those of a forward pass, `(H,)`."""
         self.max_logit = torch.maximum(self.max_logit.to(new.device), new)
 
     def _check_engine(self, engine: str, query: torch.Tensor):
@@ -267,8 +283,43 @@ class LSGPTAttention(nn.Module):
         asked = kwargs.get("output_attentions", self.config.output_attentions)
         if asked and self.config._attn_implementation == "eager":
             return self._attend_with_weights(heads, attention_masks, past_key_values)
+        if isinstance(attention_masks[self.head_groups[0].kind], Spans):
+            return self._attend_fused(query, key, value, heads, attention_masks, past_key_values), None
         outputs = [group(q, k, v, attention_masks, past_key_values, **kwargs) for group, q, k, v in heads]
         return torch.cat(outputs, dim=2), None
+
+    def _attend_fused(self, query, key, value, heads, attention_masks, past_key_values) -> torch.Tensor:
+        """The `triton` engine: one launch for both kinds of heads, or one for each where they have cached keys."""
+        from .triton_lsgpt import fused_attention_forward  # noqa: PLC0415 (not everybody has Triton)
+
+        groups = list(self.head_groups)
+        if groups[0].dropout or groups[0].softcap is not None:
+            what = "attention_dropout" if groups[0].dropout else "attn_logit_softcapping"
+            raise ValueError(
+                f"the `triton` engine cannot do `{what}`, which is {getattr(self.config, what)} here; use "
+                'attn_implementation="eager", or do without'
+            )
+        cached = [group.update_cache(k, v, past_key_values)[:2] for group, _, k, v in heads]
+        if all(k.shape[2] == query.shape[2] for k, _ in cached):
+            calls = [(groups, query, key, value)]
+        else:
+            calls = [([group], q, k, v) for (group, q, _, _), (k, v) in zip(heads, cached)]
+        outputs = []
+        for groups, q, k, v in calls:
+            dtype = torch.float32 if groups[0].in_float32 else v.dtype  # under autocast, queries may be more precise
+            output, max_logits = fused_attention_forward(
+                *(x.to(dtype) for x in (q, k, v)),
+                attention_masks[groups[0].kind],
+                num_global_heads=sum(group.num_heads for group in groups if group.kind == GLOBAL),
+                window=self.config.sliding_window,
+                scaling=groups[0].scaling,
+                measure=groups[0].max_logit is not None,
+            )
+            outputs.append(output.to(v.dtype))
+            if max_logits is not None:
+                for group, new in zip(groups, max_logits.split([group.num_heads for group in groups])):
+                    group.raise_max_logit(new)
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
     def _attend_with_weights(self, heads, attention_masks, past_key_values):
         """

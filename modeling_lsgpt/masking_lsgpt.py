@@ -8,6 +8,7 @@ Shapes: B batch, T queries, S keys, W `sliding_window`, N blocks, C queries in a
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from transformers import Cache
@@ -31,6 +32,20 @@ MIN_BLOCK_LENGTH = 64
 Queries in a block of local heads, at least. Shorter blocks see fewer keys in vain; longer ones make fewer copies of a
 key's gradient. On the CPU, 32 was a tenth faster forward and a tenth slower backward.
 """
+
+
+class Spans(NamedTuple):
+    """
+    The mask of the `triton` engine for one kind of head: causality and window are known to it, padding and packed
+    documents are told as intervals. The last query stands at the last key, and positions count from the first key.
+
+    Args:
+        first (`(B, S)`, int32, *optional*): First key that the query at each position may see.
+        last (`(B, S)`, int32, *optional*): Position of the last query that may see each key, -1 for padding.
+    """
+
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
 
 def create_attention_masks(
@@ -60,7 +75,8 @@ def create_attention_masks(
     Returns:
         A dictionary of boolean masks, True where a query may attend: `(B, 1, T, S)`; `None` where causality is all and
         the engine knows it; `(B or 1, N, 1, C, C + W - 1)` for local heads in blocks; a `BlockMask` for
-        `flex_attention`; and for FlashAttention, which takes causality and window as arguments, `(B, S)` padding.
+        `flex_attention`; for FlashAttention, which takes causality and window as arguments, `(B, S)` padding; and
+        `Spans` for `triton`.
         Beside them stand what they were made of, for logit telemetry: `padding_mask` and `documents`, `(B, past + T)`
         or `None`.
 
@@ -83,6 +99,8 @@ def create_attention_masks(
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
     if "flash" in config._attn_implementation:
         _check_flash_inputs(custom_mask, padding_mask, documents, past_length)
+    is_static = getattr(past_key_values, "is_compileable", False)
+    takes_spans = config._attn_implementation == "triton" and q_length > 1 and custom_mask is None and not is_static
 
     masks = {}
     for kind in (GLOBAL, LOCAL):
@@ -96,11 +114,13 @@ def create_attention_masks(
         sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         if custom_mask is not None:
             masks[kind] = _restrict_custom_mask(custom_mask, config, kind, batch_size, **sizes)
+        elif takes_spans:
+            masks[kind] = _create_spans(padding_mask, documents, kv_length, kv_offset)
         else:
             # A decode step sees empty slots in a static cache, so it cannot do without a mask.
-            needs_mask = q_length == 1 and getattr(past_key_values, "is_compileable", False)
+            needs_mask = q_length == 1 and is_static
             masks[kind] = _create_mask(config, kind, inputs_embeds, padding_mask, documents, needs_mask, **sizes)
-    if not getattr(past_key_values, "is_compileable", False):  # a compiled decode step has no use for growing tensors
+    if not is_static:  # a compiled decode step has no use for growing tensors
         masks |= {"padding_mask": padding_mask, "documents": documents}
     return masks
 
@@ -108,9 +128,12 @@ def create_attention_masks(
 def engine_of_step(config: LSGPTConfig, q_length: int) -> str:
     """
     The engine that attends in a step of `q_length` queries: the configured one, but plain attention for a single
-    query on `flex_attention`, which has nothing to gain there (and on the CPU fails to compile, in PyTorch 2.13).
+    query on `flex_attention`, which has nothing to gain there (and on the CPU fails to compile, in PyTorch 2.13), and
+    on `triton` wherever there are no `Spans`: for a single query, under a custom mask, and into a static cache.
     """
     engine = config._attn_implementation
+    if engine == "triton":
+        return "sdpa"
     if engine == "flex_attention" and q_length == 1:
         return "sdpa" if config.attn_logit_softcapping is None else "eager"
     return engine
@@ -197,6 +220,24 @@ def _create_mask(
         device=inputs_embeds.device,
         config=config,
     )
+
+
+def _create_spans(
+    padding_mask: torch.Tensor | None, documents: torch.Tensor | None, kv_length: int, kv_offset: int
+) -> Spans:
+    """The `Spans` of the last `kv_length` keys, from `padding_mask` and `documents` `(B, kv_offset + kv_length)`."""
+    if documents is None:
+        if padding_mask is None or (not is_tracing(padding_mask) and padding_mask.all()):
+            return Spans()
+        documents = torch.zeros_like(padding_mask, dtype=torch.int)
+    total = kv_offset + kv_length
+    position = torch.arange(total, device=documents.device)
+    changes = torch.nn.functional.pad(documents.diff(dim=-1) != 0, (1, 1), value=True)
+    first = torch.where(changes[:, :-1], position, 0).cummax(-1).values
+    last = torch.where(changes[:, 1:], position, total).flip(-1).cummin(-1).values.flip(-1)
+    if padding_mask is not None:
+        last = last.masked_fill(~padding_mask, -1)
+    return Spans(*((x[:, kv_offset:] - kv_offset).int().contiguous() for x in (first, last)))
 
 
 def blocked_mask(

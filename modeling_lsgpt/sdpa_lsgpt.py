@@ -1,5 +1,5 @@
-"""What the `sdpa` engine adds to PyTorch's `scaled_dot_product_attention`: a sliding window in linear time for the local
-heads, and on the CPU a backward pass on all cores for the global ones.
+"""What the `sdpa` engine adds to PyTorch's `scaled_dot_product_attention`: a sliding window in linear time for local
+heads, and on the CPU a backward pass on all cores for global ones.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`, N blocks,
 C queries in a block, P parts.

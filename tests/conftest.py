@@ -1,10 +1,15 @@
 """Shared fixtures: tiny models whose heads, layers and positions all differ, so that a mix-up shows."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton must see this when something imports it
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 

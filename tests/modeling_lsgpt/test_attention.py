@@ -150,6 +150,29 @@ def test_flex_attention_equals_dense_reference(name):
         check(HEADS[heads], "flex_attention", torch.float32, 63, name, gradients=False, head_dim=16)
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run in its interpreter
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
+def test_triton_equals_dense_reference(name):
+    with torch.device(DEVICE):  # in float32, blocks of 32
+        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 79, name, batch_size=2)
+
+
+@pytest.mark.parametrize("name", ["plain", "packed-right"])
+def test_triton_in_half_precision(name):
+    with torch.device(DEVICE):  # blocks of 128 and 64
+        check(HEADS["H6-G1"], "triton", HALF, 290, name, batch_size=2, window=100, head_dim=36)
+
+
+@pytest.mark.parametrize("length", [1, WINDOW + 1, 63])
+@pytest.mark.parametrize("heads", ["H4-global", "H4-local", "H4-local-KV1"])
+def test_triton_with_one_kind_of_heads(heads, length):
+    with torch.device(DEVICE):
+        check(HEADS[heads], "triton", HALF, length, "left", batch_size=2, head_dim=128)
+
+
 @pytest.mark.parametrize("window", [2, 63, 64, 65, 200])
 @pytest.mark.parametrize("head_dim", [8, 36])
 def test_windows_around_the_block_length(window, head_dim):

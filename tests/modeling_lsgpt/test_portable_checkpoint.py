@@ -69,10 +69,8 @@ def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, val
         ours = LSGPTForCausalLM.from_pretrained(folder).eval()
         files = {path.name for path in folder.iterdir()}
         assert files >= {"model.safetensors", "config.json", "generation_config.json"}
-        code = {
-            f"{name}_lsgpt.py" for name in ("attention", "cache", "configuration", "masking", "modeling", "telemetry")
-        }
-        assert files >= code
+        parts = ("attention", "cache", "configuration", "masking", "modeling", "sdpa", "telemetry", "triton")
+        assert files >= {f"{part}_lsgpt.py" for part in parts}
         theirs = run_without_lsgpt("AutoModelForCausalLM", folder, inputs, tmp_path)
         with torch.no_grad():
             assert torch.equal(theirs["logits"], ours(inputs).logits)

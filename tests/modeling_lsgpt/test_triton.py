@@ -1,0 +1,152 @@
+"""The `triton` engine in the model. Against the dense reference it stands in `test_attention.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lsgpt import measure_max_logits
+from lsgpt.modeling_lsgpt import triton_lsgpt
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = {
+    "position_embedding_type": "rope",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_global_heads": [2, 4],
+}
+
+
+@pytest.fixture
+def models(tiny_model):
+    """The same weights on `sdpa` and on `triton`."""
+    return [tiny_model(engine=engine, **SHAPE).to(DEVICE) for engine in ("sdpa", "triton")]
+
+
+def inputs_of(name):
+    ids = torch.randint(97, (2, 40), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, -7:] = mask[0, 10:12] = mask[1, :5] = 0  # at the end, inside, and at the beginning
+    positions = torch.cat([torch.arange(15), torch.arange(25)]).expand(2, -1).to(DEVICE)
+    inputs = {"plain": {}, "ones": {"attention_mask": torch.ones_like(ids)}, "padding": {"attention_mask": mask}}
+    inputs["packed"] = {"position_ids": positions}
+    return {"input_ids": ids, "labels": ids, **inputs[name]}
+
+
+@pytest.mark.parametrize("name", ["plain", "ones", "padding", "packed"])
+def test_model_equals_sdpa(models, name):
+    inputs = inputs_of(name)
+    outputs = [model(**inputs) for model in models]
+    is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    torch.testing.assert_close(*(output.logits[is_real] for output in outputs), rtol=1e-4, atol=1e-4)
+    gradients = [
+        torch.autograd.grad(output.logits[is_real].square().mean(), list(model.parameters()))
+        for output, model in zip(outputs, models)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "padding", "packed"])
+def test_max_logits_come_from_the_kernel(models, name, monkeypatch):
+    inputs = inputs_of(name)
+    expected = measure_max_logits(models[0], **inputs)
+    monkeypatch.delattr("lsgpt.modeling_lsgpt.attention_lsgpt.max_logits")  # no pass of its own
+    torch.testing.assert_close(measure_max_logits(models[1], **inputs), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_chunk_size": 15},
+        {"cache_implementation": "static"},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda options: next(iter(options), "greedy"),
+)
+def test_generates_the_same_text(models, options):
+    ids = torch.randint(97, (1, 40), device=DEVICE)
+    texts = [model.generate(ids, max_new_tokens=12, do_sample=False, **options) for model in models]
+    assert torch.equal(*texts)
+
+
+def test_attention_in_float32_of_a_half_precision_model(tiny_model):
+    """As `fp32-attention` of `lsgpt.training` switches it on."""
+    model = tiny_model(torch.float16, "triton", **SHAPE).to(DEVICE)
+    exact = tiny_model(torch.float16, "sdpa", **SHAPE).to(DEVICE)
+    for layer in (*model.model.layers, *exact.model.layers):
+        for group in layer.self_attn.head_groups:
+            group.in_float32 = True
+    ids = inputs_of("plain")["input_ids"]
+    torch.testing.assert_close(model(ids).logits, exact(ids).logits, rtol=0.02, atol=0.02)
+
+
+def test_custom_masks_go_to_sdpa(models):
+    ids = torch.randint(97, (1, 12), device=DEVICE)
+    mask = torch.ones(12, 12, dtype=torch.bool, device=DEVICE).tril()[None, None]
+    mask[..., 3] = False
+    torch.testing.assert_close(*(model(ids, attention_mask=mask).logits for model in models))
+
+
+def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
+    ids = torch.randint(97, (1, 12), device=DEVICE)
+    with pytest.raises(ValueError, match="cannot do `attention_dropout`"):
+        tiny_model(engine="triton", attention_dropout=0.1).to(DEVICE).train()(ids)
+    with pytest.raises(ValueError, match="cannot do `attn_logit_softcapping`"):
+        tiny_model(engine="triton", attn_logit_softcapping=20.0).to(DEVICE)(ids)
+    with pytest.raises(ValueError, match="computes in float16, bfloat16 or float32; got"):
+        tiny_model(torch.float64, "triton").to(DEVICE)(ids)
+    with pytest.raises(ValueError, match="`head_dim` must be at most 128 on the `triton` engine; got 160"):
+        tiny_model(engine="triton", head_dim=160).to(DEVICE)(ids)
+    llama = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="is an engine of LSGPT; LlamaAttention cannot use it"):
+        LlamaForCausalLM._from_config(llama, attn_implementation="triton").to(DEVICE)(ids)
+
+
+def test_without_a_gpu_the_error_says_what_to_do(tiny_model, monkeypatch):
+    monkeypatch.setattr(triton_lsgpt, "_forward_kernel", object.__new__(triton.JITFunction))  # no interpreter
+    with pytest.raises(ValueError, match="the `triton` engine runs on CUDA devices; got tensors on cpu"):
+        tiny_model(engine="triton")(torch.randint(97, (1, 12)))
+
+
+def test_kernels_compile_for_gpus_and_fit():
+    """For compute capability 8.6, with the least shared memory since Ampere, and 9.0."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "compile_kernels.py"
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kernels) == 9
+    for kernel in kernels:
+        assert kernel["shared"] <= 99 * 1024, kernel
+        assert kernel["spilled"] == 0 or kernel["capability"] < 90, kernel
+
+
+def test_operators_keep_their_promises():
+    """PyTorch's own check of custom operators: schema, autograd, fake tensors, tracing with dynamic shapes."""
+    query = torch.randn(2, 20, 4, 16, device=DEVICE, requires_grad=True)
+    key, value = (torch.randn(2, 20, 2, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    first = torch.zeros(2, 20, dtype=torch.int, device=DEVICE)
+    for spans in ((None, None), (first, first + 19)):
+        for measure in (False, True):
+            torch.library.opcheck(triton_lsgpt._attend, (query, key, value, *spans, 2, 7, 0.25, measure))
+
+
+def test_compiles_without_a_break(models, fresh_compiler):
+    model, compiled = models[1], torch.compile(models[1], fullgraph=True, backend="aot_eager")
+    inputs = {name: x for name, x in inputs_of("plain").items() if name == "input_ids"}
+    weights = list(model.parameters())
+    expected, actual = model(**inputs, use_cache=False).logits, compiled(**inputs, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    gradients = [torch.autograd.grad(logits.square().mean(), weights) for logits in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
