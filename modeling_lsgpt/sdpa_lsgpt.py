@@ -17,32 +17,33 @@ MIN_PART_LENGTH = 512
 
 class _CutKeys(torch.autograd.Function):
     """
-    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * H_kv, N, C + W - 1, D)`.
+    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * N, H_kv, C + W - 1, D)`.
 
-    The spans overlap, and are views of one padded copy. PyTorch's own gradient of such views adds up element by
-    element; here a span is taken apart into pieces of C keys or less, which are added for all blocks together.
+    The spans overlap. On the CPU and in a batch of 1 they are views of one padded copy. PyTorch's own gradient of such
+    views adds up element by element; here a span is taken apart into pieces of C keys or less, which are added for all
+    blocks together.
     """
 
     @staticmethod
     def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
-        batch_size, num_heads, length, head_dim = keys.shape
-        missing = past + num_blocks * block_length - tail - length
+        missing = past + num_blocks * block_length - tail - keys.shape[2]
         ctx.sizes = num_blocks, block_length, missing, keys.shape
-        keys = F.pad(keys, (0, 0, missing, tail)).reshape(batch_size * num_heads, -1, head_dim)
-        spans = keys.unfold(1, past + block_length, block_length).transpose(2, 3)
+        keys = F.pad(keys.transpose(1, 2), (0, 0, 0, 0, missing, tail))
+        spans = keys.unfold(1, past + block_length, block_length).transpose(3, 4).flatten(0, 1)
         # Only the CPU's kernels are known to take overlapping inputs.
         return spans if keys.device.type == "cpu" else spans.contiguous()
 
     @staticmethod
     def backward(ctx, gradient):
-        num_blocks, block_length, missing, shape = ctx.sizes
+        num_blocks, block_length, missing, (batch_size, num_heads, length, head_dim) = ctx.sizes
         span, covered = gradient.shape[2], num_blocks * block_length
-        result = gradient.new_zeros(gradient.shape[0], span - block_length + covered, shape[3])
+        gradient = gradient.transpose(1, 2).unflatten(0, (batch_size, num_blocks))
+        result = gradient.new_zeros(batch_size, span - block_length + covered, num_heads, head_dim)
         for end in range(span, 0, -block_length):
             begin = max(end - block_length, 0)
             blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
             blocks[:, :, : end - begin] += gradient[:, :, begin:end]
-        return result[:, missing : missing + shape[2]].reshape(shape), None, None, None, None
+        return result[:, missing : missing + length].transpose(1, 2), None, None, None, None
 
 
 def blocked_attention_forward(
@@ -57,8 +58,8 @@ def blocked_attention_forward(
     Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
 
     The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so one
-    small `scaled_dot_product_attention` does it, whose batch are the heads and whose heads are the blocks. The query
-    heads that share a key/value head stand below each other in the block, and the keys are not repeated.
+    small `scaled_dot_product_attention` does it, whose batch are the blocks. The query heads that share a key/value
+    head stand below each other in the block, and the keys are not repeated.
 
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
@@ -71,26 +72,30 @@ def blocked_attention_forward(
         Outputs `(B, T, H, D)`.
     """
     batch_size, num_heads, q_length, head_dim = query.shape
+    if batch_size > 1 and query.device.type == "cpu" and not is_tracing(query):
+        # One by one: the spans of one sequence are views, those of several would be copies.
+        masks = blocked_mask.expand(batch_size, -1, -1, -1, -1)
+        rows = zip(*(x.split(1) for x in (query, key, value, masks)))
+        return torch.cat([blocked_attention_forward(*row, scaling, dropout) for row in rows])
+
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
     num_blocks, _, block_length, span = blocked_mask.shape[1:]
     past = span - block_length  # W - 1
     tail = num_blocks * block_length - q_length
 
+    query = query.transpose(1, 2)
     if is_tracing(query) or tail:  # an exported program is for lengths with and without a tail
-        query = F.pad(query, (0, 0, 0, tail))
-    query = query.unflatten(2, (num_blocks, block_length)).unflatten(1, (num_kv_heads, groups))
-    query = query.transpose(2, 3).reshape(batch_size * num_kv_heads, num_blocks, groups * block_length, head_dim)
+        query = F.pad(query, (0, 0, 0, 0, 0, tail))
+    query = query.reshape(batch_size * num_blocks, block_length, num_kv_heads, groups, head_dim)
+    query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (
         _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
     )
-    mask = blocked_mask.expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    if mask.shape[0] > 1:
-        mask = mask[:, None].expand(-1, num_kv_heads, -1, -1, -1).flatten(0, 1)
+    mask = blocked_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    output = output.view(batch_size, num_kv_heads, num_blocks, groups, block_length, head_dim)
-    output = output.permute(0, 2, 4, 1, 3, 5).reshape(batch_size, -1, num_heads, head_dim)
-    return output[:, :q_length]
+    output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
 
 
 def num_causal_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
