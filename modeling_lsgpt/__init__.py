@@ -1,6 +1,6 @@
 """
 The model. Its files travel inside a checkpoint, but for `attach_lsgpt`, which is for other models: every file in this
-folder may import torch, Transformers and siblings only.
+folder may import torch, Transformers and siblings only, and where it is used Triton.
 """
 
 from .attach_lsgpt import attach
