@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `import reference`
 
 # Tiny tensors: a second thread costs more than it brings, and processes of pytest-xdist would fight for the cores.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # the same in processes that tests start
 
 TINY = {
     "vocab_size": 97,

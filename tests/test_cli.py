@@ -1,7 +1,6 @@
-"""The `lsgpt` command as users run it: a process of its own, real text, and a model of a few thousand weights."""
+"""The `lsgpt` command as users run it, on real text and with a model of a few thousand weights."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,23 +25,16 @@ QUICK_RUN = (
 )
 
 
-def run_command(*arguments, cwd):
-    """Runs `lsgpt ARGUMENTS` in a process of its own and returns it, finished."""
-    command = [sys.executable, "-m", "lsgpt_cli", *map(str, arguments)]
-    # One thread, or tests that run side by side would fight for the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A working folder in which `lsgpt train` has run, and that process."""
+    """A working folder in which `lsgpt train` has run, in a process of its own, and that process."""
     cwd = tmp_path_factory.mktemp("work")
-    process = run_command("train", *QUICK_RUN, cwd=cwd)
+    command = [sys.executable, "-m", "lsgpt_cli", "train", *QUICK_RUN]
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return cwd, process
 
@@ -77,7 +69,7 @@ def test_train_leaves_everything_in_one_folder(trained):
     assert "lsgpt info runs/demo" in next_steps
 
 
-def test_result_loads_through_the_auto_classes(trained):
+def test_result_loads_through_the_auto_classes(trained, monkeypatch):
     folder = trained[0] / "runs" / "demo"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -86,19 +78,15 @@ def test_result_loads_through_the_auto_classes(trained):
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(model.config, token) == getattr(model.generation_config, token) == getattr(tokenizer, token)
     snippet = trained[1].stdout[trained[1].stdout.index("  import lsgpt") :]
-    subprocess.run(
-        [sys.executable, "-c", "\n".join(map(str.strip, snippet.splitlines()))],
-        cwd=trained[0],
-        check=True,
-        timeout=300,
-    )
+    monkeypatch.chdir(trained[0])
+    exec("\n".join(map(str.strip, snippet.splitlines())), {})
 
 
-def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained):
+def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained, monkeypatch):
     cwd = trained[0]
+    monkeypatch.chdir(cwd)
     before = {path: path.stat().st_mtime_ns for path in (cwd / "runs" / "demo").iterdir()}
-    process = run_command("train", "runs/demo/recipe.yaml", cwd=cwd)
-    assert process.returncode == 0, process.stderr
+    assert lsgpt_cli.main(["train", "runs/demo/recipe.yaml"]) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     first, second = (
@@ -112,14 +100,13 @@ def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained):
     assert weights[0] == weights[1]
 
 
-def test_generate_streams_what_the_model_generates(trained):
+def test_generate_streams_what_the_model_generates(trained, capsys):
     folder = trained[0] / "runs" / "demo"
-    process = run_command("generate", "runs/demo", "import", "--greedy", "--max_new_tokens", "12", cwd=trained[0])
-    assert process.returncode == 0, process.stderr
+    assert lsgpt_cli.main(["generate", str(folder), "import", "--greedy", "--max_new_tokens", "12"]) == 0
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer("import", return_tensors="pt", return_token_type_ids=False)
     expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert process.stdout == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
 def test_generate_is_repeatable_with_a_seed(trained, capsys):
@@ -132,10 +119,9 @@ def test_generate_is_repeatable_with_a_seed(trained, capsys):
     assert texts[0].startswith("import")
 
 
-def test_info_of_a_preset(tmp_path):
-    process = run_command("info", "paper-12l", "--length", 8192, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    table = {line[2:36].strip(): line[36:].split() for line in process.stdout.splitlines()[1:]}
+def test_info_of_a_preset(capsys):
+    assert lsgpt_cli.main(["info", "paper-12l", "--length", "8192"]) == 0
+    table = {line[2:36].strip(): line[36:].split() for line in capsys.readouterr().out.splitlines()[1:]}
     assert " ".join(table["heads per layer"]) == "1 global + 11 local, 64 dimensions each"
     assert table["window"] == ["100", "tokens"]
     assert table["parameters"] == ["107", "M"]

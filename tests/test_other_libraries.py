@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 def environment(folder):
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     caches = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_MODULES_CACHE": str(folder / "modules")}
-    own = {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "localhost", "PYTHONUTF8": "1"}
+    own = {"PATH": path, "HF_HUB_OFFLINE": "1", "NO_PROXY": "localhost", "PYTHONUTF8": "1"}
     return {**os.environ, **caches, **own}
 
 

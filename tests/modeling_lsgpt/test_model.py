@@ -207,7 +207,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
 def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine):
-    model = tiny_model(engine=engine).train()
+    model = tiny_model(engine=engine, num_hidden_layers=1).train()
     input_ids = batch()
     mask = torch.ones_like(input_ids)
     mask[1, -4:] = 0
@@ -220,7 +220,7 @@ def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine):
 
 
 def test_compiled_kernels_give_the_same_gradients(tiny_model, fresh_compiler):
-    model = tiny_model().train()
+    model = tiny_model(num_hidden_layers=1).train()
     input_ids = batch()
     model(input_ids, labels=input_ids, use_cache=False).loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]

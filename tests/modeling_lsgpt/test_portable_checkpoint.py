@@ -26,23 +26,25 @@ sys.meta_path.insert(0, Uninstalled())
 
 import torch
 from transformers import %(auto)s
-model = %(auto)s.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
-inputs = torch.load(sys.argv[2])
-with torch.no_grad():
-    results = {"logits": model(inputs).logits}
-    if hasattr(model, "generate"):
-        results["text"] = model.generate(inputs, max_new_tokens=20, do_sample=False)
-torch.save(results, sys.argv[3])
+inputs, results = torch.load("inputs.pt"), []
+for folder in sys.argv[1:]:
+    model = %(auto)s.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+    with torch.no_grad():
+        results.append({"logits": model(inputs).logits})
+        if hasattr(model, "generate"):
+            results[-1]["text"] = model.generate(inputs, max_new_tokens=20, do_sample=False)
+torch.save(results, "results.pt")
 """
 
 
-def run_without_lsgpt(auto_class, folder, inputs, tmp_path):
+def run_without_lsgpt(auto_class, folders, inputs, tmp_path):
+    """What the checkpoint in each folder computes, all in one process, because starting takes longest."""
     torch.save(inputs, tmp_path / "inputs.pt")
     code = WITHOUT_LSGPT % {"auto": auto_class}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     result = subprocess.run(
-        [sys.executable, "-c", code, folder, tmp_path / "inputs.pt", tmp_path / "results.pt"],
+        [sys.executable, "-c", code, *folders],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -65,13 +67,13 @@ def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, val
     trainer.save_model(tmp_path / "final")
 
     inputs = torch.randint(97, (2, 15))
-    for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-2"):
+    folders = [tmp_path / "final", tmp_path / "run" / "checkpoint-2"]
+    for folder, theirs in zip(folders, run_without_lsgpt("AutoModelForCausalLM", folders, inputs, tmp_path)):
         ours = LSGPTForCausalLM.from_pretrained(folder).eval()
         files = {path.name for path in folder.iterdir()}
         assert files >= {"model.safetensors", "config.json", "generation_config.json"}
         parts = ("attention", "cache", "configuration", "masking", "modeling", "sdpa", "telemetry", "triton")
         assert files >= {f"{part}_lsgpt.py" for part in parts}
-        theirs = run_without_lsgpt("AutoModelForCausalLM", folder, inputs, tmp_path)
         with torch.no_grad():
             assert torch.equal(theirs["logits"], ours(inputs).logits)
         assert torch.equal(theirs["text"], ours.generate(inputs, max_new_tokens=20, do_sample=False))
@@ -82,12 +84,10 @@ def test_a_language_model_becomes_a_classifier_without_the_package(tiny_model, t
     tiny_model(pad_token_id=0).save_pretrained(tmp_path / "model")
     auto_map = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["auto_map"]
     assert len(auto_map) == 5
-    inputs = torch.randint(1, 97, (2, 15))
-    results = run_without_lsgpt("AutoModelForSequenceClassification", tmp_path / "model", inputs, tmp_path)
-    assert results["logits"].shape == (2, 2)
-
     classifier = LSGPTForSequenceClassification(tiny_config(pad_token_id=0, num_labels=3)).eval()
     classifier.save_pretrained(tmp_path / "classifier")
-    results = run_without_lsgpt("AutoModelForSequenceClassification", tmp_path / "classifier", inputs, tmp_path)
+    inputs, folders = torch.randint(1, 97, (2, 15)), [tmp_path / "model", tmp_path / "classifier"]
+    first, second = run_without_lsgpt("AutoModelForSequenceClassification", folders, inputs, tmp_path)
+    assert first["logits"].shape == (2, 2)
     with torch.no_grad():
-        assert torch.equal(results["logits"], classifier(inputs).logits)
+        assert torch.equal(second["logits"], classifier(inputs).logits)

@@ -19,7 +19,6 @@ from lsgpt.training.compare import compare, resolve_arm, write_comparison
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 RECIPE = {

@@ -359,7 +359,7 @@ def test_two_processes(tiny_model, tokenizer, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     result = subprocess.run(
         [*launch, tmp_path / "script.py", tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_METRICS_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, "HF_METRICS_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
     )

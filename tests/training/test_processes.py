@@ -25,7 +25,7 @@ def launch(name, *command, options=()) -> subprocess.Popen:
     """Starts `accelerate launch` with a shipped file, changed by `options` only. The machine's GPUs stay out of it."""
     return subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
