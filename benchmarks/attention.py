@@ -1,17 +1,16 @@
 """Attention alone, forward and backward: Long Short-attention beside causal attention in all heads.
 
 The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
-what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA two more ways to compute
-it, which are no engines of the model, are timed: `lsgpt varlen_attn` and `lsgpt flex-fused`.
+what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA another way to compute
+it, which is no engine of the model, is timed: `lsgpt varlen_attn`.
 """
 
 import copy
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
@@ -54,7 +53,6 @@ def prepare(shape: Shape) -> Benchmark:
     if shape.device == "cuda":
         peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
         peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
-        peers.add("lsgpt flex-fused", lambda: partial(one_flex_call, config=config), try_out)
     gates = [
         partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
         for name, attend in peers.items()
@@ -99,29 +97,3 @@ def two_kernels(query, key, value, config: LSGPTConfig) -> torch.Tensor:
         variable_length_attention(query[:, split:], key[:, kv_split:], value[:, kv_split:], config.sliding_window),
     ]
     return torch.cat(parts, dim=2)
-
-
-def one_flex_call(query, key, value, config: LSGPTConfig) -> torch.Tensor:
-    """One compiled FlexAttention call for both kinds of heads, with a mask that has a head axis: `(B, T, H, D)`."""
-    mask = _head_mask(
-        config.num_attention_heads,
-        config.num_global_heads_per_layer[0],
-        config.sliding_window,
-        query.shape[2],
-        str(query.device),
-    )
-    output = _flex_attention()(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1])
-    return output.transpose(1, 2)
-
-
-@cache
-def _flex_attention():
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@cache
-def _head_mask(num_heads: int, num_global_heads: int, window: int, length: int, device: str):
-    def visible(batch, head, query, key):
-        return (key <= query) & ((head < num_global_heads) | (key > query - window))
-
-    return create_block_mask(visible, None, num_heads, length, length, device=device)

@@ -149,7 +149,7 @@ class Peers(dict):
                     continue
                 if engine == "eager" and pairs * heads * kept_layers * shape.dtype.itemsize > DENSE_BYTES:
                     self.skipped[name] = "it is dense, and its attention weights are too many"
-                elif engine == "flex_attention" and shape.device == "cpu" and pairs > DENSE_BYTES:
+                elif engine == "flex_attention" and shape.device == "cpu" and pairs * heads > DENSE_BYTES:
                     self.skipped[name] = "on the CPU its mask is made from a dense one, which is too large"
                 elif engine == "triton" and shape.device == "cpu":
                     self.skipped[name] = "its kernels need a GPU"

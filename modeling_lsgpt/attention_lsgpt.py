@@ -6,12 +6,14 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+from .linear_lsgpt import Linear
 from .masking_lsgpt import Spans, engine_of_step
 from .sdpa_lsgpt import blocked_attention_forward, causal_attention_forward, num_causal_parts
 from .telemetry_lsgpt import max_logits
@@ -123,9 +125,14 @@ class HeadGroup(nn.Module):
             Outputs `(B, T, H, D)`.
         """
         key, value, _ = self.update_cache(key, value, past_key_values)
-        if self.max_logit is not None:
-            self._measure_logits(query, key, attention_masks)
-        mask = attention_masks[self.kind]
+        self.measure_logits(query, key, attention_masks)
+        return self.attend(query, key, value, attention_masks[self.kind], **kwargs)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask, **kwargs) -> torch.Tensor:
+        """
+        Attention of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, S, D)`, on the engine that `mask` is made
+        for: outputs `(B, T, H, D)`. The heads are this group's, or all of the layer where the mask has a head axis.
+        """
         if self.in_float32:
             with torch.autocast(query.device.type, enabled=False):
                 output = self._attend(query.float(), key.float(), value.float(), mask, **kwargs)
@@ -179,7 +186,10 @@ class HeadGroup(nn.Module):
         # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than it announced.
         return key[:, :, -length:], value[:, :, -length:], offset
 
-    def _measure_logits(self, query: torch.Tensor, key: torch.Tensor, attention_masks: dict):
+    def measure_logits(self, query: torch.Tensor, key: torch.Tensor, attention_masks: dict):
+        """Raises the running maxima to those of `query` and `key`, as an engine gets them, while somebody measures."""
+        if self.max_logit is None:
+            return
         mask = attention_masks[self.kind]
         is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
         limits = {name: attention_masks.get(name) for name in ("padding_mask", "documents")}
@@ -214,10 +224,10 @@ class LSGPTAttention(nn.Module):
         self.config = config
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.use_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.use_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.use_bias)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.use_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.use_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.use_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.use_bias)
         self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
@@ -283,8 +293,14 @@ class LSGPTAttention(nn.Module):
         asked = kwargs.get("output_attentions", self.config.output_attentions)
         if asked and self.config._attn_implementation == "eager":
             return self._attend_with_weights(heads, attention_masks, past_key_values)
-        if isinstance(attention_masks[self.head_groups[0].kind], Spans):
+        first_mask = attention_masks[self.head_groups[0].kind]
+        if isinstance(first_mask, Spans):
             return self._attend_fused(query, key, value, heads, attention_masks, past_key_values), None
+        if isinstance(first_mask, BlockMask) and len(heads) == 2 and first_mask is attention_masks[LOCAL]:
+            for group, q, k, v in heads:
+                group.update_cache(k, v, past_key_values)  # nothing was cached, so these are the keys to attend to
+                group.measure_logits(q, k, attention_masks)
+            return self.head_groups[0].attend(query, key, value, first_mask, **kwargs), None
         outputs = [group(q, k, v, attention_masks, past_key_values, **kwargs) for group, q, k, v in heads]
         return torch.cat(outputs, dim=2), None
 
@@ -329,8 +345,7 @@ class LSGPTAttention(nn.Module):
         weights, values, offsets = [], [], []
         for group, query, key, value in heads:
             key, value, offset = group.update_cache(key, value, past_key_values)
-            if group.max_logit is not None:
-                group._measure_logits(query, key, attention_masks)
+            group.measure_logits(query, key, attention_masks)
             mask = attention_masks[group.kind]
             weights.append(attention_weights(group, query, key, mask, group.scaling, group.dropout, group.softcap))
             values.append(repeat_kv(value, group.num_key_value_groups))

@@ -8,9 +8,11 @@ Shapes: B batch, T queries, S keys, W `sliding_window`, N blocks, C queries in a
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import Cache
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -75,8 +77,8 @@ def create_attention_masks(
     Returns:
         A dictionary of boolean masks, True where a query may attend: `(B, 1, T, S)`; `None` where causality is all and
         the engine knows it; `(B or 1, N, 1, C, C + W - 1)` for local heads in blocks; a `BlockMask` for
-        `flex_attention`; for FlashAttention, which takes causality and window as arguments, `(B, S)` padding; and
-        `Spans` for `triton`.
+        `flex_attention`, one for both kinds where it has a head axis; for FlashAttention, which takes causality and
+        window as arguments, `(B, S)` padding; and `Spans` for `triton`.
         Beside them stand what they were made of, for logit telemetry: `padding_mask` and `documents`, `(B, past + T)`
         or `None`.
 
@@ -103,8 +105,11 @@ def create_attention_masks(
     takes_spans = config._attn_implementation == "triton" and q_length > 1 and custom_mask is None and not is_static
 
     masks = {}
+    is_first = not is_static and past_length == 0
+    if custom_mask is None and is_first and _has_one_flex_mask(config, q_length):
+        masks[GLOBAL] = masks[LOCAL] = _create_flex_mask(config, inputs_embeds, padding_mask, documents)
     for kind in (GLOBAL, LOCAL):
-        if kind not in config.layer_types:
+        if kind not in config.layer_types or kind in masks:
             continue
         layer_idx = config.layer_types.index(kind)
         q_offset, kv_length, kv_offset = 0, q_length, 0
@@ -220,6 +225,42 @@ def _create_mask(
         device=inputs_embeds.device,
         config=config,
     )
+
+
+def _has_one_flex_mask(config: LSGPTConfig, q_length: int) -> bool:
+    """Whether one mask with a head axis is for all layers: all have the same heads of both kinds."""
+    counts = set(config.num_global_heads_per_layer)
+    is_mixed = len(counts) == 1 and counts.isdisjoint((0, config.num_attention_heads))
+    return is_mixed and engine_of_step(config, q_length) == "flex_attention"
+
+
+def _create_flex_mask(config, inputs_embeds, padding_mask, documents) -> BlockMask:
+    """The mask of all heads, global ones first, for sequences without a cache."""
+    sizes = (
+        config.num_attention_heads,
+        config.num_global_heads_per_layer[0],
+        config.sliding_window,
+        inputs_embeds.shape[1],
+        inputs_embeds.device,
+    )
+    limits = [] if documents is None else [packed_sequence_mask_function(documents)]
+    if padding_mask is not None and (is_tracing(padding_mask) or not padding_mask.all()):
+        limits.append(padding_mask_function(padding_mask))
+    if not limits and not is_tracing(inputs_embeds):
+        return _plain_flex_mask(*sizes)
+    return _flex_mask(*sizes, batch_size=inputs_embeds.shape[0], limits=limits)
+
+
+def _flex_mask(num_heads, num_global_heads, window, length, device, batch_size=None, limits=()) -> BlockMask:
+    def visible(batch, head, query, key):
+        return (key <= query) & ((head < num_global_heads) | (key > query - window))
+
+    visible = and_masks(visible, *limits)
+    is_compiled = device.type == "cuda"  # on the CPU that takes longer than it saves
+    return create_block_mask(visible, batch_size, num_heads, length, length, device=device, _compile=is_compiled)
+
+
+_plain_flex_mask = lru_cache(maxsize=8)(_flex_mask)
 
 
 def _create_spans(

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_lsgpt import LSGPTAttention
 from .cache_lsgpt import make_room
 from .configuration_lsgpt import LSGPTConfig
+from .linear_lsgpt import Linear
 from .masking_lsgpt import create_attention_masks
 
 
@@ -53,8 +54,8 @@ class LSGPTMLP(nn.Module):
 
     def __init__(self, config: LSGPTConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -276,7 +277,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LSGPTModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

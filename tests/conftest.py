@@ -66,3 +66,12 @@ def seed():
 def fresh_compiler():
     """PyTorch counts recompilations of a function over the whole process, and gives up after a few."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def four_threads():
+    """What the CPU's engines do for several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 import copy
 import json
 import statistics
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import modeling_utils
 
 import lsgpt_cli
 from lsgpt.benchmarks import attention, decode, floor, gate, peers, prefill, suite, timing, train
-from lsgpt.benchmarks.peers import Shape
+from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import attention_lsgpt
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
@@ -171,12 +170,12 @@ def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
         check(benchmark.prepare(shape))
 
 
-def test_one_flex_call_passes_the_gate(shape, fresh_compiler):
+def test_flex_attention_passes_the_gate(shape, fresh_compiler):
     # Forward only: PyTorch has no backward pass of it on the CPU.
-    attend = partial(attention.one_flex_call, config=shape.config)
-    gate.check_attention("lsgpt flex-fused", attend, shape, 1, gradients=False)
+    attend = attention_function(shape.config, "flex_attention")
+    gate.check_attention("lsgpt flex_attention", attend, shape, 1, gradients=False)
     with pytest.raises(RuntimeError, match="outputs of local heads: wrong by"):
-        gate.check_attention("lsgpt flex-fused", attend, shape._replace(config=narrower(shape.config)), 1, False)
+        gate.check_attention("lsgpt flex_attention", attend, shape._replace(config=narrower(shape.config)), 1, False)
 
 
 def narrower(config):

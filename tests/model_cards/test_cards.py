@@ -49,6 +49,7 @@ PUBLISHED = {
         "attention_lsgpt.py",
         "cache_lsgpt.py",
         "configuration_lsgpt.py",
+        "linear_lsgpt.py",
         "masking_lsgpt.py",
         "modeling_lsgpt.py",
         "sdpa_lsgpt.py",

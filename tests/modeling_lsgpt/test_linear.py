@@ -1,0 +1,51 @@
+"""The product of one row in parts is that of `nn.Linear`, and others are left to it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lsgpt.modeling_lsgpt.linear_lsgpt import Linear
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def run(linear, row):
+    with Operations() as operations, torch.no_grad():
+        output = linear(row)
+    return output, "bmm" in operations.names
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_features", [3, 12, 97])
+@pytest.mark.parametrize("shape", [(20,), (1, 20), (1, 1, 20)])
+def test_single_rows_are_multiplied_in_parts(four_threads, shape, out_features, bias):
+    linear = Linear(20, out_features, bias=bias)
+    row = torch.randn(40)[::2].view(shape)
+    output, in_parts = run(linear, row)
+    assert in_parts
+    torch.testing.assert_close(output, nn.functional.linear(row, linear.weight, linear.bias))
+
+
+def test_everything_else_is_left_to_pytorch(four_threads):
+    linear, row = Linear(20, 12), torch.randn(1, 20)
+    assert run(linear, row)[1]
+    assert not run(linear, torch.randn(2, 20))[1]
+    assert not run(linear.double(), row.double())[1]
+    linear.float()
+    assert linear(row).requires_grad
+    with torch.autocast("cpu"):
+        output, in_parts = run(linear, row)
+    assert output.dtype == torch.bfloat16 and not in_parts
+    torch.set_num_threads(1)
+    assert not run(linear, row)[1]
