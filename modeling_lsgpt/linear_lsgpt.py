@@ -15,9 +15,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `(..., in_features)` to `(..., out_features)`."""
-        parts = torch.get_num_threads()
-        if parts == 1 or not self._takes_parts(input):
+        if is_tracing(input) or not self._takes_parts(input):
             return super().forward(input)
+        parts = torch.get_num_threads()
         rows = self.weight.shape[0] // parts
         weights = self.weight[: parts * rows].unflatten(0, (parts, rows)).transpose(1, 2)
         output = torch.bmm(input.reshape(1, 1, -1).expand(parts, -1, -1), weights).flatten()
@@ -31,5 +31,5 @@ class Linear(nn.Linear):
         is_single_row = input.numel() == input.shape[-1] and input.device.type == "cpu"
         # Quantised and sharded weights are of other types.
         is_plain = type(self.weight) is nn.Parameter and self.weight.dtype == input.dtype == torch.float32
-        is_computing = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_tracing(input))
-        return is_single_row and is_plain and is_computing
+        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        return is_single_row and is_plain and is_inference and torch.get_num_threads() > 1
