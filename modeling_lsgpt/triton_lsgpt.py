@@ -177,7 +177,7 @@ _attend.register_autograd(_backward, setup_context=_keep_for_backward)
 def _options(kernel, query: torch.Tensor) -> dict[str, int]:
     """
     How to compile a kernel: sizes of the block that a program holds and of those that it walks over, and warps.
-    In half precision nothing spills out of the registers, and every GPU since Ampere has enough shared memory.
+    In half precision nothing spills out of Hopper's registers, and every GPU since Ampere has enough shared memory.
     """
     held, walked = ("BLOCK_K", "BLOCK_Q") if kernel is _backward_keys_kernel else ("BLOCK_Q", "BLOCK_K")
     if query.dtype == torch.float32:
