@@ -19,9 +19,9 @@ class _CutKeys(torch.autograd.Function):
     """
     Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * N, H_kv, C + W - 1, D)`.
 
-    The spans overlap. On the CPU and in a batch of 1 they are views of one padded copy. PyTorch's own gradient of such
-    views adds up element by element; here a span is taken apart into pieces of C keys or less, which are added for all
-    blocks together.
+    The spans overlap. On the CPU those of a single sequence are views of one padded copy. PyTorch's own gradient of
+    such views adds up element by element; here a span is taken apart into pieces of C keys or less, which are added
+    for all blocks together.
     """
 
     @staticmethod
@@ -72,12 +72,6 @@ def blocked_attention_forward(
         Outputs `(B, T, H, D)`.
     """
     batch_size, num_heads, q_length, head_dim = query.shape
-    if batch_size > 1 and query.device.type == "cpu" and not is_tracing(query):
-        # One by one: the spans of one sequence are views, those of several would be copies.
-        masks = blocked_mask.expand(batch_size, -1, -1, -1, -1)
-        rows = zip(*(x.split(1) for x in (query, key, value, masks)))
-        return torch.cat([blocked_attention_forward(*row, scaling, dropout) for row in rows])
-
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
     num_blocks, _, block_length, span = blocked_mask.shape[1:]
