@@ -44,7 +44,8 @@ def fused_attention_forward(
     Long Short-attention of all heads of a layer.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): Global heads come first.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): Of one precision; global heads come
+            first.
         spans: Which keys there are for whom, see `Spans`.
         num_global_heads: Number of query heads that see all keys up to their own position.
         window: W, the number of keys that a query of the other heads sees, its own included.
@@ -59,8 +60,8 @@ def fused_attention_forward(
         ValueError: Tensors that the kernels cannot take.
     """
     _check(query)
-    # As the projections leave them in memory, so usually without a copy; under autocast, precisions may differ.
-    tensors = (x.to(query.dtype).transpose(1, 2).contiguous() for x in (query, key, value))
+    # As the projections leave them in memory, so usually without a copy.
+    tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     output, _, max_logits = _attend(*tensors, *spans, num_global_heads, window, scaling, measure)
     return output, max_logits if measure else None
 
