@@ -6,7 +6,7 @@ folder may import torch, Transformers and siblings only, and where it is used Tr
 from .attach_lsgpt import attach
 from .attention_lsgpt import HeadGroup, LSGPTAttention
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from .masking_lsgpt import create_attention_masks
+from .engines_lsgpt import ENGINES, Engine, plan_attention
 from .modeling_lsgpt import (
     LSGPTForCausalLM,
     LSGPTForSequenceClassification,
@@ -15,11 +15,14 @@ from .modeling_lsgpt import (
     LSGPTPreTrainedModel,
 )
 from .telemetry_lsgpt import MaxLogits, attention_layers, measure_max_logits
+from .visibility_lsgpt import Visibility, create_attention_masks, describe_visibility
 
 
 __all__ = [
+    "ENGINES",
     "GLOBAL",
     "LOCAL",
+    "Engine",
     "HeadGroup",
     "LSGPTAttention",
     "LSGPTConfig",
@@ -29,8 +32,11 @@ __all__ = [
     "LSGPTModel",
     "LSGPTPreTrainedModel",
     "MaxLogits",
+    "Visibility",
     "attach",
     "attention_layers",
     "create_attention_masks",
+    "describe_visibility",
     "measure_max_logits",
+    "plan_attention",
 ]

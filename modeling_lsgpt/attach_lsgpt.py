@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .masking_lsgpt import blocked_mask
-from .sdpa_lsgpt import blocked_attention_forward
+from .cpu_lsgpt import blocked_attention_forward, blocked_mask
+from .visibility_lsgpt import Visibility
 
 
 LONG_SHORT = "long_short"
@@ -132,14 +132,12 @@ def _attend_locally(module, query, key, value, mask, window, dropout, scaling) -
         key, value = key[:, :, -window:], value[:, :, -window:]
         mask = None if mask is None else mask[..., -window:]
     elif kv_length > 2 * window and (mask is None or mask.dtype == torch.bool):
-        in_window = sliding_window_causal_mask_function(window)
-
-        def visible(batch, head, q, k):
-            if mask is None:
-                return in_window(batch, head, q, k)
-            return in_window(batch, head, q, k) & mask[batch.clamp(max=mask.shape[0] - 1), 0, q - past_length, k]
-
-        blocks = blocked_mask(visible, window, query, q_length, past_length, 0)
+        batch_size = query.shape[0]
+        if mask is not None:
+            mask = mask.expand(batch_size, -1, -1, -1)
+        sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": past_length}
+        visibility = Visibility(**sizes, window=window, mask=mask, batch_size=batch_size, device=query.device)
+        blocks = blocked_mask(visibility)
         return blocked_attention_forward(query, key, value, blocks, scaling, dropout)
     elif kv_length > window:
         position = torch.arange(kv_length, device=query.device)

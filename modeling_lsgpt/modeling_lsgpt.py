@@ -27,8 +27,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_lsgpt import LSGPTAttention
 from .cache_lsgpt import make_room
 from .configuration_lsgpt import LSGPTConfig
-from .linear_lsgpt import Linear
-from .masking_lsgpt import create_attention_masks
+from .cpu_lsgpt import Linear
+from .engines_lsgpt import plan_attention
+from .visibility_lsgpt import create_attention_masks, describe_visibility
 
 
 LOSS_CHUNK_LENGTH = 512
@@ -189,6 +190,11 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 something that the attention engine cannot do.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
+        if kwargs.get("cache") is not None:
+            raise ValueError(
+                "Transformers' continuous batching keeps as many key/value heads in every cache layer, and those of "
+                "LSGPT differ; use `generate`, or serve the model with vLLM"
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
@@ -196,9 +202,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if past_key_values is not None:
             make_room(past_key_values)
 
-        attention_mask = create_attention_masks(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids
-        )
+        visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        attention_plan = plan_attention(self.config, visibility)
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
@@ -216,7 +221,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=attention_mask,
+                attention_plan=attention_plan,
                 position_ids=position_ids,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,

@@ -6,10 +6,10 @@ FlashAttention's log-sum-exp is not the maximum and cannot be turned into it.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
+
+from .visibility_lsgpt import Visibility
 
 
 LOGITS_AT_ONCE = 1 << 22
@@ -20,63 +20,53 @@ LOCAL_ROWS = 128
 
 
 @torch.no_grad()
-def max_logits(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
-    mask: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    documents: torch.Tensor | None = None,
-) -> torch.Tensor:
+def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibility: Visibility) -> torch.Tensor:
     """
-    The largest `|q . k * scaling|` of each head over the pairs that may attend, in float32, before soft-capping.
+    The largest `|q . k * scaling|` of each head over the pairs that attend, in float32, before soft-capping.
 
-    Takes rows of queries in turn, and for local heads only the keys inside their window.
+    Takes rows of queries in turn, and for local heads only the keys inside their window. Queries at padding do not
+    count. Under a mask that is added to the logits, a pair counts where the softmax leaves it some weight.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As the engine gets them; the last query is at the last
-            key.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As the engine gets them.
         scaling: Factor of the dot products.
-        window: Number of keys that a query sees, its own included; `None` for all before it.
-        mask (`(B or 1, 1, T, S)`, *optional*): Says by itself which pairs may attend, as booleans or as additive
-            numbers; the arguments below are then ignored, and so is causality.
-        padding_mask (`(B, S)`, *optional*): True for real tokens.
-        documents (`(B, S)`, *optional*): Numbers of packed documents; attention stays inside one.
+        visibility: Who sees whom.
 
     Returns:
-        `(H,)` maxima; 0 for a head without any pair.
+        `(H,)` maxima; 0 for a head without any pair, NaN where a logit is NaN.
     """
+    v = visibility
     batch_size, num_heads, q_length, head_dim = query.shape
     num_kv_heads, kv_length = key.shape[1:3]
-    first = kv_length - q_length
     query = query.view(batch_size, num_kv_heads, -1, q_length, head_dim)
-    is_local = window is not None and mask is None
-    reach = window if is_local else kv_length
+    is_banded = v.mask is None and not v.has_empty_slots  # then the last query stands at the last key
+    reach = v.window if v.window is not None and is_banded else kv_length
     rows = LOGITS_AT_ONCE // (batch_size * num_heads * min(kv_length, reach + LOCAL_ROWS))
-    rows = max(1, min(rows, q_length, LOCAL_ROWS if is_local else q_length))
-    position = torch.arange(kv_length, device=query.device)
+    rows = max(1, min(rows, q_length, LOCAL_ROWS if reach < kv_length else q_length))
+    batch = torch.arange(batch_size, device=query.device)[:, None, None]
     result = torch.zeros(num_kv_heads, num_heads // num_kv_heads, device=query.device)
     for start in range(0, q_length, rows):
         stop = min(start + rows, q_length)
-        begin, end = (0, kv_length) if mask is not None else (max(first + start - reach + 1, 0), first + stop)
+        begin, end = 0, kv_length
+        if is_banded:
+            begin, end = max(kv_length - q_length + start - reach + 1, 0), kv_length - q_length + stop
         q, k = query[:, :, :, start:stop].float(), key[:, :, None, begin:end].float()
         with torch.autocast(query.device.type, enabled=False):  # it would multiply in half precision
             logits = q @ k.transpose(-1, -2) * scaling
-        q, k = position[first + start : first + stop, None], position[begin:end]
-        if mask is not None:
-            visible = mask[:, 0, start:stop]
-            visible = visible if mask.dtype == torch.bool else visible > torch.finfo(mask.dtype).min
+        positions = v.query_positions[start:stop, None]
+        if v.mask is not None and v.mask.dtype != torch.bool:
+            visible = _has_weight(logits, v.dense()[:, :, None, start:stop])
         else:
-            visible = (k <= q) & (k > q - reach)
-            if padding_mask is not None:
-                visible = visible & padding_mask[:, None, begin:end]
-            if documents is not None:
-                visible = visible & (documents[:, first + start : first + stop, None] == documents[:, None, begin:end])
-            visible = visible.expand(batch_size, -1, -1)
-        logits = logits.masked_fill(~visible[:, None, None], 0.0).abs()
-        result = torch.maximum(result, logits.amax(dim=(0, 3, 4)))
+            visible = v.sees(batch, 0, positions, v.key_positions[begin:end])[:, None, None]
+        if v.padding_mask is not None:
+            visible = visible & v.padding_mask[batch, positions][:, None, None]
+        result = torch.maximum(result, logits.masked_fill(~visible, 0.0).abs().amax(dim=(0, 3, 4)))
     return result.flatten()
+
+
+def _has_weight(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Whether the softmax of the logits and an additive mask is more than 0 in float32."""
+    return (logits + mask).softmax(-1) > 0
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +82,7 @@ class MaxLogits:
     """
     Switches the measurement on and off in every attention layer of a model, and reads it.
 
-    While it is on, each forward pass raises a running maximum in every `HeadGroup`; the output stays the same.
+    While it is on, each forward pass raises a running maximum in every layer; the output stays the same.
     """
 
     def __init__(self, model: nn.Module):
@@ -101,23 +91,18 @@ class MaxLogits:
 
     def start(self):
         """Forgets earlier maxima and measures from now on."""
-        for group in self._groups():
-            group.max_logit = torch.zeros(group.num_heads)
+        for layer in self.layers:
+            layer.max_logits = torch.zeros(layer.config.num_attention_heads)
 
     def stop(self):
         """Measures no more, and forgets the maxima."""
-        for group in self._groups():
-            group.max_logit = None
+        for layer in self.layers:
+            layer.max_logits = None
 
     def read(self) -> torch.Tensor:
         """The maxima since `start`, `(num_hidden_layers, num_attention_heads)` in float32, global heads first."""
         device = self.layers[0].q_proj.weight.device
-        rows = [torch.cat([group.max_logit.to(device) for group in layer.head_groups]) for layer in self.layers]
-        return torch.stack(rows)
-
-    def _groups(self) -> Iterator[nn.Module]:
-        for layer in self.layers:
-            yield from layer.head_groups
+        return torch.stack([layer.max_logits.to(device) for layer in self.layers])
 
 
 @torch.no_grad()

@@ -11,9 +11,11 @@ the tests do that. Importing this file needs the package `triton`.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`.
 """
 
+from typing import NamedTuple
+
 import torch
 
-from .masking_lsgpt import Spans
+from .visibility_lsgpt import Visibility
 
 
 try:
@@ -28,6 +30,36 @@ except ImportError as error:
 
 MAX_HEAD_DIM = 128
 """Of longer heads, the blocks do not fit into a GPU's shared memory."""
+
+
+class Spans(NamedTuple):
+    """
+    Padding and packed documents, told as intervals. Causality and window are known to the kernel: the last query
+    stands at the last key, and positions count from the first key.
+    """
+
+    first: torch.Tensor | None = None
+    """`(B, S)`, int32: the first key that the query at each position may see; S, so none, at padding."""
+    last: torch.Tensor | None = None
+    """`(B, S)`, int32: position of the last query that may see each key, -1 for padding."""
+
+
+def make_spans(visibility: Visibility) -> Spans:
+    """The spans of one kind of head, which is the same for both where nothing was cached."""
+    padding_mask, documents = visibility.padding_mask, visibility.documents
+    if documents is None:
+        if padding_mask is None:
+            return Spans()
+        documents = torch.zeros_like(padding_mask, dtype=torch.int)
+    total = documents.shape[-1]
+    position = torch.arange(total, device=documents.device)
+    changes = torch.nn.functional.pad(documents.diff(dim=-1) != 0, (1, 1), value=True)
+    first = torch.where(changes[:, :-1], position, 0).cummax(-1).values
+    last = torch.where(changes[:, 1:], position, total).flip(-1).cummin(-1).values.flip(-1)
+    if padding_mask is not None:
+        first, last = first.masked_fill(~padding_mask, total), last.masked_fill(~padding_mask, -1)
+    offset = visibility.kv_offset
+    return Spans(*((x[:, offset:] - offset).int().contiguous() for x in (first, last)))
 
 
 def fused_attention_forward(

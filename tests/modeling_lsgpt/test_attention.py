@@ -14,9 +14,10 @@ from lsgpt.modeling_lsgpt import (
     LOCAL,
     LSGPTAttention,
     LSGPTConfig,
-    attention_lsgpt,
-    create_attention_masks,
-    sdpa_lsgpt,
+    cpu_lsgpt,
+    describe_visibility,
+    engines_lsgpt,
+    plan_attention,
 )
 
 
@@ -48,6 +49,16 @@ def build(heads, engine, dtype, window=WINDOW, head_dim=20, layer_idx=0, num_glo
     )
     config._attn_implementation = engine
     return LSGPTAttention(config, layer_idx).to(dtype), config
+
+
+def plan_for(config, embeds, *args, **kwargs):
+    return plan_attention(config, describe_visibility(config, embeds, *args, **kwargs))
+
+
+def attend(attention, qkv, plan, **kwargs):
+    """What a layer does between its projections, without a cache."""
+    heads = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv)
+    return attention.attend(plan.calls(heads, heads.split()), plan, **kwargs)
 
 
 def random_qkv(batch_size, heads, length, head_dim, dtype, gradients=True):
@@ -104,7 +115,7 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
     qkv = random_qkv(batch_size, heads, length, head_dim, dtype, gradients)
     told, truth = scenario(name, batch_size, length)
     embeds = torch.empty(batch_size, length, 0, dtype=dtype)
-    masks = create_attention_masks(config, embeds, **told)
+    plan = plan_for(config, embeds, **told)
     visible = visible_pairs(heads[0], heads[1], config.sliding_window, length, length, **truth)
     softcap = config.attn_logit_softcapping
 
@@ -113,7 +124,7 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
     plain_qkv = [x.detach().to(plain_dtype, copy=True).requires_grad_() for x in qkv]
 
     outputs = [
-        attention.attend(*qkv, masks)[0],
+        attend(attention, qkv, plan).output,
         dense_attention(*exact_qkv, visible, softcap)[0],
         dense_attention(*plain_qkv, visible, softcap)[0],
     ]
@@ -163,12 +174,12 @@ def test_flex_attention_is_one_call_for_both_kinds(fresh_compiler, monkeypatch):
     embeds, qkv = torch.empty(2, 63, 0), random_qkv(2, (6, 3, 2), 63, 16, torch.float32, gradients=False)
     for count, expected in ((3, [6]), ([3, 6], [3, 3])):
         attention, config = build((6, 3, 2), "flex_attention", torch.float32, head_dim=16, num_global_heads=count)
-        masks = create_attention_masks(config, embeds)
-        output, _ = attention.attend(*qkv, masks)
+        plan = plan_for(config, embeds)
+        output = attend(attention, qkv, plan).output
         torch.testing.assert_close(output, dense_attention(*qkv, visible_pairs(6, 3, 10, 63, 63))[0])
         assert calls == expected
         calls.clear()
-        is_kept = masks[LOCAL] is create_attention_masks(config, embeds)[LOCAL]
+        is_kept = plan.forms[LOCAL] is plan_for(config, embeds).forms[LOCAL]
         assert is_kept == (count == 3)
 
 
@@ -212,15 +223,15 @@ def test_logit_softcapping(engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("num_global_heads", "length", "parts"), [(1, 63, 3), (1, 111, 4), (2, 111, 2), (3, 63, 1)])
 def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dtype, four_threads, monkeypatch):
-    monkeypatch.setattr(sdpa_lsgpt, "MIN_PART_LENGTH", 20)
+    monkeypatch.setattr(cpu_lsgpt, "MIN_PART_LENGTH", 20)
     calls = []
-    forward = sdpa_lsgpt.causal_attention_forward
+    forward = cpu_lsgpt.causal_attention_forward
 
     def counting(*args):
         calls.append(args[-1])
         return forward(*args)
 
-    monkeypatch.setattr(attention_lsgpt, "causal_attention_forward", counting)
+    monkeypatch.setattr(engines_lsgpt, "causal_attention_forward", counting)
     check((6, num_global_heads, 6), "sdpa", dtype, length, batch_size=1)
     assert calls == ([parts] if parts > 1 else [])
 
@@ -236,19 +247,19 @@ def test_nothing_flows_from_outside_the_window(engine):
     """Values that a query may not see get a gradient of exactly 0, and keys too; so do later tokens."""
     heads, length = (6, 2, 6), 80
     attention, config = build(heads, engine, torch.float32, head_dim=16)
-    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    plan = plan_for(config, torch.empty(1, length, 0))
     visible = visible_pairs(6, 2, WINDOW, length, length)[0]
     for query_position in (0, WINDOW - 1, WINDOW, 64, length - 1):
         q, k, v = random_qkv(1, heads, length, 16, torch.float32, gradients=engine != "flex_attention")
         if engine == "flex_attention":  # no backward on the CPU: change the values instead
-            before = attention.attend(q, k, v, masks)[0][0, query_position]
+            before = attend(attention, (q, k, v), plan).output[0, query_position]
             hidden = ~visible[:, query_position]
             k[0, hidden] = k[0, hidden] * 3 + 1
             v[0, hidden] = v[0, hidden] * 3 + 1
-            after = attention.attend(q, k, v, masks)[0][0, query_position]
+            after = attend(attention, (q, k, v), plan).output[0, query_position]
             assert torch.equal(before, after)
         else:
-            attention.attend(q, k, v, masks)[0][0, query_position].sum().backward()
+            attend(attention, (q, k, v), plan).output[0, query_position].sum().backward()
             for gradient in (k.grad[0], v.grad[0]):
                 assert (gradient[~visible[:, query_position]] == 0).all()
             assert (v.grad[0][visible[:, query_position]] != 0).all()
@@ -257,9 +268,9 @@ def test_nothing_flows_from_outside_the_window(engine):
 def test_eager_weights_are_zero_outside_the_window_and_sum_to_one():
     heads, length = (6, 2, 6), 40
     attention, config = build(heads, "eager", torch.float32)
-    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    plan = plan_for(config, torch.empty(1, length, 0))
     qkv = random_qkv(1, heads, length, 20, torch.float32)
-    _, weights = attention.attend(*qkv, masks, output_attentions=True)
+    weights = attend(attention, qkv, plan, output_attentions=True).weights
     visible = visible_pairs(6, 2, WINDOW, length, length).expand_as(weights)
     assert (weights[~visible] == 0).all() and (weights[visible] > 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6, length))
@@ -273,8 +284,8 @@ def test_all_global_and_wide_windows_are_plain_causal_attention(engine):
     expected = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
     for num_global_heads, window in ((4, 2), (4, 64), (1, length), (0, length), (0, length + 1)):
         attention, config = build((4, num_global_heads, 4), engine, torch.float64, window=window)
-        masks = create_attention_masks(config, torch.empty(2, length, 0))
-        torch.testing.assert_close(attention.attend(*qkv, masks)[0], expected, rtol=0, atol=1e-12)
+        plan = plan_for(config, torch.empty(2, length, 0))
+        torch.testing.assert_close(attend(attention, qkv, plan).output, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
@@ -283,8 +294,8 @@ def test_a_query_that_sees_nothing_gets_zero(engine):
     attention, config = build(heads, engine, torch.float32)
     mask = torch.ones(2, length)
     mask[1, :15] = 0
-    masks = create_attention_masks(config, torch.empty(2, length, 0), mask)
-    output, _ = attention.attend(*random_qkv(2, heads, length, 20, torch.float32), masks)
+    plan = plan_for(config, torch.empty(2, length, 0), mask)
+    output = attend(attention, random_qkv(2, heads, length, 20, torch.float32), plan).output
     assert not output[1, :15].any()
     assert output[0].any(-1).all() and output[1, 15:].any(-1).all()
 
@@ -309,9 +320,9 @@ def test_local_heads_never_build_a_square(name):
     told, _ = scenario(name, 2, length)
     qkv = random_qkv(2, heads, length, head_dim, torch.float32)
     with LargestTensor() as largest:
-        masks = create_attention_masks(config, torch.empty(2, length, 0), **told)
-        attention.attend(*qkv, masks)[0].sum().backward()
-    assert masks[LOCAL].ndim == 5
+        plan = plan_for(config, torch.empty(2, length, 0), **told)
+        attend(attention, qkv, plan).output.sum().backward()
+    assert plan.forms[LOCAL].ndim == 5
     assert largest.numel <= 2 * length * 2 * (64 + 16)  # batch x tokens x heads x span of a block
 
 
@@ -334,9 +345,9 @@ def test_custom_4d_mask_applies_to_global_heads_and_inside_the_window(engine, dt
     custom = allowed
     if dtype != torch.bool:
         custom = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    masks = create_attention_masks(config, torch.empty(2, length, 0), custom)
+    plan = plan_for(config, torch.empty(2, length, 0), custom)
     qkv = random_qkv(2, heads, length, head_dim, torch.float32, gradients=False)
-    actual, _ = attention.attend(*qkv, masks)
+    actual = attend(attention, qkv, plan).output
     expected, _ = dense_attention(*qkv, visible_pairs(4, 2, WINDOW, length, length) & allowed)
     torch.testing.assert_close(actual, expected)
 
@@ -344,11 +355,11 @@ def test_custom_4d_mask_applies_to_global_heads_and_inside_the_window(engine, dt
 def test_dropout_drops_and_keeps_the_mean():
     heads, length = (4, 1, 4), 200
     attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
-    masks = create_attention_masks(config, torch.empty(1, length, 0))
+    plan = plan_for(config, torch.empty(1, length, 0))
     q, k, _ = random_qkv(1, heads, length, 20, torch.float32)
     value = torch.ones(1, 4, length, 20)
-    trained, _ = attention.train().attend(q, k, value, masks)
+    trained = attend(attention.train(), (q, k, value), plan).output
     assert trained[:, WINDOW:].std() > 0.05  # some weights dropped, in both kinds of heads
     torch.testing.assert_close(trained.mean((0, 1, 3)), torch.ones(4), atol=0.1, rtol=0)
-    evaluated, _ = attention.eval().attend(q, k, value, masks)
+    evaluated = attend(attention.eval(), (q, k, value), plan).output
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))

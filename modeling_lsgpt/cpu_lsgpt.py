@@ -1,0 +1,251 @@
+"""What makes the model fast on a CPU. Everything here computes what a plain function of PyTorch does, in other pieces:
+local heads in blocks (on other devices too), the backward pass of a few global heads on all cores, the product of a
+matrix with a single row on all cores. Nobody needs it to understand the model.
+
+Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
+a block, P parts.
+"""
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.utils.import_utils import is_tracing
+
+from .visibility_lsgpt import Visibility
+
+
+MIN_BLOCK_LENGTH = 64
+"""
+Queries in a block of local heads, at least. Shorter blocks see fewer keys in vain; longer ones make fewer copies of a
+key's gradient. On the CPU, 32 was a tenth faster forward and a tenth slower backward.
+"""
+
+MIN_PART_LENGTH = 512
+"""Queries in a part of `causal_attention_forward`, at least; shorter ones cost more than they gain."""
+
+
+def blocked_mask(visibility: Visibility) -> torch.Tensor:
+    """
+    The mask where blocks of C queries meet the C + W - 1 keys that their window reaches.
+
+    Returns:
+        `(B or 1, N, 1, C, C + W - 1)`, True where a query may attend, for `blocked_attention_forward`.
+    """
+    window, q_offset, device = visibility.window, visibility.q_offset, visibility.device
+    block_length = max(MIN_BLOCK_LENGTH, window // 2)
+    num_blocks = -(-visibility.q_length // block_length)
+    first_query = torch.arange(num_blocks, device=device)[None, :, None, None] * block_length + q_offset
+    query = first_query + torch.arange(block_length, device=device)[:, None]
+    key = first_query + torch.arange(block_length + window - 1, device=device) - (window - 1)
+    end = q_offset + visibility.q_length
+    batch = torch.arange(visibility.batch_size, device=device)[:, None, None, None]
+    # Blocks reach beyond both ends of the sequence; tokens are looked up, so their positions are kept inside.
+    inside = (key >= visibility.kv_offset) & (key < end)
+    mask = visibility.sees(batch, 0, query.clamp(max=end - 1), key.clamp(min=visibility.kv_offset, max=end - 1))
+    return (mask & inside)[:, :, None]
+
+
+def blocked_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocked_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
+
+    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so one
+    small `scaled_dot_product_attention` does it, whose batch are the blocks. The query heads that share a key/value
+    head stand below each other in the block, and the keys are not repeated.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
+            query. Keys that no query's window reaches may be missing.
+        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): What the function of this name returns.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    batch_size, num_heads, q_length, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    groups = num_heads // num_kv_heads
+    num_blocks, _, block_length, span = blocked_mask.shape[1:]
+    past = span - block_length  # W - 1
+    tail = num_blocks * block_length - q_length
+
+    query = query.transpose(1, 2)
+    if is_tracing(query) or tail:  # an exported program is for lengths with and without a tail
+        query = F.pad(query, (0, 0, 0, 0, 0, tail))
+    query = query.reshape(batch_size * num_blocks, block_length, num_kv_heads, groups, head_dim)
+    query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (
+        _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
+    )
+    mask = blocked_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
+
+
+class _CutKeys(torch.autograd.Function):
+    """
+    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * N, H_kv, C + W - 1, D)`.
+
+    The spans overlap. On the CPU those of a single sequence are views of one padded copy. PyTorch's own gradient of
+    such views adds up element by element; here a span is taken apart into pieces of C keys or less, which are added
+    for all blocks together.
+    """
+
+    @staticmethod
+    def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
+        missing = past + num_blocks * block_length - tail - keys.shape[2]
+        ctx.sizes = num_blocks, block_length, missing, keys.shape
+        keys = F.pad(keys.transpose(1, 2), (0, 0, 0, 0, missing, tail))
+        spans = keys.unfold(1, past + block_length, block_length).transpose(3, 4).flatten(0, 1)
+        # Only the CPU's kernels are known to take overlapping inputs.
+        return spans if keys.device.type == "cpu" else spans.contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        num_blocks, block_length, missing, (batch_size, num_heads, length, head_dim) = ctx.sizes
+        span, covered = gradient.shape[2], num_blocks * block_length
+        gradient = gradient.transpose(1, 2).unflatten(0, (batch_size, num_blocks))
+        result = gradient.new_zeros(batch_size, span - block_length + covered, num_heads, head_dim)
+        for end in range(span, 0, -block_length):
+            begin = max(end - block_length, 0)
+            blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
+            blocks[:, :, : end - begin] += gradient[:, :, begin:end]
+        return result[:, missing : missing + length].transpose(1, 2), None, None, None, None
+
+
+def num_causal_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """
+    Number of parts P in which `causal_attention_forward` can keep more of the CPU's threads busy than there are heads;
+    1 where it has nothing to offer: elsewhere, without gradients, or with heads enough.
+    """
+    q_length, kv_length = query.shape[2], key.shape[2]
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if query.device.type != "cpu" or not needs_gradient or is_tracing(query) or torch.is_autocast_enabled("cpu"):
+        return 1
+    if q_length != kv_length or key.shape[1] != query.shape[1]:
+        return 1
+    return max(min(torch.get_num_threads() // (query.shape[0] * query.shape[1]), q_length // MIN_PART_LENGTH), 1)
+
+
+def causal_attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, num_parts: int
+) -> torch.Tensor:
+    """
+    `scaled_dot_product_attention` of a few causal heads on the CPU, with a backward pass in parallel.
+
+    PyTorch's backward pass on the CPU takes one thread for each head of each sequence, so a single global head keeps
+    one core busy. Here it is given P heads in place of one, in P calls:
+
+    - The T queries are cut into P parts. The pairs of a part's queries with the keys of the same part are a causal
+      problem of T / P queries; the P parts are the heads of one call.
+    - The queries of part `i` also see all keys of the parts before it, without a mask. For each of the P - 1 parts
+      that have such keys that is one call, whose heads are P equal pieces of the part's queries.
+
+    The pieces have T / P² queries, so T is filled up to a multiple of P² with queries whose gradients are zeros. The
+    log-sum-exp of the forward pass, which is that of whole rows, makes the gradients of all calls add up.
+
+    Args:
+        query, key, value (`(B, H, T, D)`): Each query sees the keys up to its own position.
+        scaling: Factor of the dot products.
+        num_parts: P.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    return _CausalAttention.apply(query, key, value, scaling, num_parts).transpose(1, 2)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """See `causal_attention_forward`. The operators are those that `scaled_dot_product_attention` itself calls."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, scaling: float, num_parts: int):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = attend(query, key, value, 0.0, True, scale=scaling)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.scaling, ctx.num_parts = scaling, num_parts
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        num_parts, length = ctx.num_parts, gradient.shape[2]
+        missing = -length % num_parts**2
+        query, key, value, output, lse = ctx.saved_tensors
+        gradient, query, key, value, output = (
+            F.pad(x, (0, 0, 0, missing)) for x in (gradient, query, key, value, output)
+        )
+        rows = (gradient, query, output, F.pad(lse, (0, missing)))
+
+        own_rows = [_rows_to_heads(x, num_parts) for x in rows]
+        own_keys, own_values = _rows_to_heads(key, num_parts), _rows_to_heads(value, num_parts)
+        gradients = _differentiate(*own_rows, own_keys, own_values, True, ctx.scaling)
+        q_gradient, k_gradient, v_gradient = (_heads_to_rows(x, num_parts) for x in gradients)
+
+        part_length = query.shape[2] // num_parts
+        for begin in range(part_length, query.shape[2], part_length):
+            part = slice(begin, begin + part_length)
+            pieces = [_rows_to_heads(x[:, :, part], num_parts) for x in rows]
+            # Every piece meets the same keys, those before the part.
+            keys, values = (x[:, :, :begin].repeat_interleave(num_parts, dim=1) for x in (key, value))
+            gradients = _differentiate(*pieces, keys, values, False, ctx.scaling)
+            q_gradient[:, :, part] += _heads_to_rows(gradients[0], num_parts)
+            k_gradient[:, :, :begin] += gradients[1].unflatten(1, (-1, num_parts)).sum(2)
+            v_gradient[:, :, :begin] += gradients[2].unflatten(1, (-1, num_parts)).sum(2)
+        return *(x[:, :, :length] for x in (q_gradient, k_gradient, v_gradient)), None, None
+
+
+def _rows_to_heads(x: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """`(B, H, T, ...)` to `(B, H * P, T / P, ...)`."""
+    return x.unflatten(2, (num_parts, -1)).flatten(1, 2)
+
+
+def _heads_to_rows(x: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """`(B, H * P, T / P, ...)` to `(B, H, T, ...)`."""
+    return x.unflatten(1, (-1, num_parts)).flatten(2, 3)
+
+
+def _differentiate(gradient, query, output, lse, key, value, is_causal: bool, scaling: float):
+    """The gradients of query, key and value."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(gradient, query, key, value, output, lse, 0.0, is_causal, scale=scaling)
+
+
+class Linear(nn.Linear):
+    """
+    `nn.Linear`, which on the CPU multiplies a single row in float32 on all threads.
+
+    Decoding reads every weight once for each token. PyTorch's product of a matrix with one row does that on one core;
+    as a batch of products, one for each thread with its share of the weight's rows, it takes all of them.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `(..., in_features)` to `(..., out_features)`."""
+        if is_tracing(input) or not self._takes_parts(input):
+            return super().forward(input)
+        parts = torch.get_num_threads()
+        rows = self.weight.shape[0] // parts
+        weights = self.weight[: parts * rows].unflatten(0, (parts, rows)).transpose(1, 2)
+        output = torch.bmm(input.reshape(1, 1, -1).expand(parts, -1, -1), weights).flatten()
+        if parts * rows < self.weight.shape[0]:
+            output = torch.cat((output, torch.mv(self.weight[parts * rows :], input.flatten())))
+        if self.bias is not None:
+            output = output + self.bias
+        return output.view(*input.shape[:-1], -1)
+
+    def _takes_parts(self, input: torch.Tensor) -> bool:
+        is_single_row = input.numel() == input.shape[-1] and input.device.type == "cpu"
+        # Quantised and sharded weights are of other types.
+        is_plain = type(self.weight) is nn.Parameter and self.weight.dtype == input.dtype == torch.float32
+        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        return is_single_row and is_plain and is_inference and torch.get_num_threads() > 1

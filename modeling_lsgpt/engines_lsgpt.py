@@ -1,0 +1,453 @@
+"""The engines: what computes attention, chosen once in a forward pass by `attn_implementation`.
+
+An engine is one class and one row of `ENGINES`. It says what it cannot do, makes the form that it needs of who sees
+whom, and attends. `docs/attention.md` shows how to add one.
+
+Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import Cache
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
+
+from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+from .cpu_lsgpt import blocked_attention_forward, blocked_mask, causal_attention_forward, num_causal_parts
+from .visibility_lsgpt import Visibility
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of the heads of one kind in a layer, or of all its heads, global ones first."""
+
+    groups: tuple[nn.Module, ...]
+    """The `HeadGroup`s whose heads these are. Transformers' attention functions read the first one's attributes."""
+    query: torch.Tensor
+    """`(B, H, T, D)`."""
+    key: torch.Tensor
+    """`(B, H_kv, S, D)`, as `value`: the cached ones and those of the new tokens."""
+    value: torch.Tensor
+
+    @property
+    def group(self) -> nn.Module:
+        """The first group: what all groups of a layer have in common can be read from it."""
+        return self.groups[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first group, whose entries of an `AttentionPlan` are for these heads."""
+        return self.group.kind
+
+    def split(self) -> list["Heads"]:
+        """One for each kind of head."""
+        kv_heads = [group.num_key_value_heads for group in self.groups]
+        queries = self.query.split([group.num_heads for group in self.groups], dim=1)
+        parts = zip(self.groups, queries, self.key.split(kv_heads, dim=1), self.value.split(kv_heads, dim=1))
+        return [Heads((group,), query, key, value) for group, query, key, value in parts]
+
+    def update_cache(self, past_key_values: Cache | None) -> "Heads":
+        """Adds keys and values to the cache layer of their kind, and takes those to attend to from there."""
+        if past_key_values is None:
+            return self
+        layer_idx = self.group.layer_idx
+        length, _ = past_key_values.get_mask_sizes(self.key.shape[2], layer_idx)
+        key, value = past_key_values.update(self.key, self.value, layer_idx)
+        # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than it announced.
+        return self._replace(key=key[:, :, -length:], value=value[:, :, -length:])
+
+    @property
+    def num_global_heads(self) -> int:
+        """Number of query heads that are global."""
+        return sum(group.num_heads for group in self.groups if group.kind == GLOBAL)
+
+    def to(self, dtype: torch.dtype) -> "Heads":
+        """The same in another precision."""
+        return Heads(self.groups, *(x.to(dtype) for x in (self.query, self.key, self.value)))
+
+
+class Attended(NamedTuple):
+    """What an engine returns."""
+
+    output: torch.Tensor
+    """`(B, T, H, D)`."""
+    weights: torch.Tensor | None = None
+    """`(B, H, T, S)`, where they were asked for and the engine has them."""
+    max_logits: torch.Tensor | None = None
+    """The largest `|q . k * scaling|` of each head, `(H,)` in float32, where it is a by-product."""
+
+
+class Engine:
+    """An engine. Sub-classes need `attend`, and the other methods as far as they differ from these."""
+
+    has_weights = False
+    """Whether it has `attend_with_weights`."""
+
+    def refuse(self, config: LSGPTConfig, heads: Heads):
+        """Raises `ValueError`, with the remedy, for what the engine cannot do: with such a model, or such tensors."""
+
+    def form(self, visibility: Visibility) -> Any:
+        """
+        Who sees whom in the form that `attend` takes. Called once in a forward pass for each kind of head. Raises
+        `ValueError`, with the remedy, for what the engine has no form for.
+        """
+        return visibility.dense()
+
+    def form_of_all_heads(self, config: LSGPTConfig, visibility: dict[str, Visibility]) -> Any:
+        """
+        The form with which one call serves all heads of every layer, where nothing has been cached; `None` where the
+        engine takes each kind of head by itself.
+        """
+        return None
+
+    def attend(self, heads: Heads, form: Any, measure: bool = False, **kwargs) -> Attended:
+        """
+        Attention of one kind of head, or of all if their `form` is `form_of_all_heads`.
+
+        Args:
+            heads: Queries, keys and values.
+            form: Who sees whom.
+            measure: Whether somebody wants `max_logits`; engines that do not have them leave them out.
+            **kwargs: What the caller of the model passed on.
+        """
+        raise NotImplementedError
+
+
+def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
+    """
+    The weights `(B, H, T, S)` that each query gives to each key, in the queries' precision after a softmax in float32.
+
+    `mask` `(B or 1, 1, T, S)` is boolean, True where a query may attend; or it is added to the logits. With a boolean
+    one the weights of other pairs are exactly 0, also where a query may see nothing at all.
+    """
+    group, key = heads.group, repeat_kv(heads.key, heads.group.num_key_value_groups)
+    logits = torch.matmul(heads.query, key.transpose(2, 3)) * group.scaling
+    if group.softcap is not None:
+        logits = group.softcap * torch.tanh(logits / group.softcap)
+    is_boolean = mask.dtype == torch.bool
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if is_boolean else logits + mask
+    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if is_boolean:
+        weights = weights.masked_fill(~mask, 0.0)
+    return F.dropout(weights.to(heads.query.dtype), p=group.dropout, training=group.training)
+
+
+class EagerEngine(Engine):
+    """Attention written out, the reference for the others; the only engine with attention weights."""
+
+    has_weights = True
+
+    def attend(self, heads, form, measure=False, **kwargs):
+        value = repeat_kv(heads.value, heads.group.num_key_value_groups)
+        return Attended(torch.matmul(eager_attention_weights(heads, form), value).transpose(1, 2).contiguous())
+
+    def attend_with_weights(self, calls: list[Heads], forms: list[torch.Tensor], offsets: list[int]) -> Attended:
+        """
+        For all kinds of heads, whose first keys stand at positions `offsets`, with the weights over all keys.
+
+        It goes through one tensor of weights for all heads: those of local heads, whose cache begins later, on the
+        full key axis. The outputs are computed from that tensor, so gradients reach what the caller is given.
+        """
+        weights = [eager_attention_weights(heads, form) for heads, form in zip(calls, forms)]
+        lengths = [heads.key.shape[2] for heads in calls]
+        end = max(offset + length for offset, length in zip(offsets, lengths))
+        ends = [end - offset - length for offset, length in zip(offsets, lengths)]
+        joined = torch.cat([F.pad(w, pads) for w, pads in zip(weights, zip(offsets, ends))], dim=1)
+        outputs = []
+        for heads, part, offset in zip(calls, joined.split([w.shape[1] for w in weights], dim=1), offsets):
+            value = repeat_kv(heads.value, heads.group.num_key_value_groups)
+            outputs.append(part[..., offset : offset + value.shape[2]] @ value)
+        return Attended(torch.cat(outputs, dim=1).transpose(1, 2), joined)
+
+
+class SdpaEngine(Engine):
+    """PyTorch's `scaled_dot_product_attention`; sequences of local heads in blocks, whose cost is linear."""
+
+    def form(self, visibility):
+        """`None` where causality is all, blocks of five dimensions, or a dense mask of four."""
+        v = visibility
+        window = v.window or v.kv_length
+        if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
+            return blocked_mask(v)
+        # An exported program would have causality without a mask built in, also for single queries after a cache.
+        if not is_torchdynamo_exporting():
+            is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
+            has_all = v.padding_mask is None and v.documents is None and v.mask is None
+            if has_all and (v.sees_everything or (is_first and v.q_length <= window)):
+                return None
+        return v.dense()
+
+    def attend(self, heads, form, measure=False, **kwargs):
+        group, (_, query, key, value) = heads.group, heads
+        if form is not None and form.ndim == 5:
+            return Attended(blocked_attention_forward(query, key, value, form, group.scaling, group.dropout))
+        if form is None and not group.dropout:
+            num_parts = num_causal_parts(query, key, value)
+            if num_parts > 1:
+                return Attended(causal_attention_forward(query, key, value, group.scaling, num_parts))
+        return attend_through_transformers("sdpa", heads, form, **kwargs)
+
+
+def attend_through_transformers(name: str, heads: Heads, mask: Any, **kwargs) -> Attended:
+    """An attention function of Transformers, with the arguments that all of them take."""
+    group, (_, query, key, value) = heads.group, heads
+    if group.softcap is not None:
+        kwargs["softcap"] = group.softcap
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    options = {"dropout": group.dropout, "scaling": group.scaling, "sliding_window": group.sliding_window}
+    return Attended(attend(group, query, key, value, mask, **options, **kwargs)[0])
+
+
+class TransformersEngine(Engine):
+    """Whatever is registered with Transformers' `AttentionInterface`, with the mask function registered beside it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def form(self, visibility):
+        build = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self.name)
+        if build is None:
+            return None  # it brings its own masking
+        v = visibility
+        return build(
+            batch_size=v.batch_size,
+            q_length=v.q_length,
+            kv_length=v.kv_length,
+            q_offset=v.q_offset,
+            kv_offset=v.kv_offset,
+            mask_function=v.sees,
+            attention_mask=v.padding_mask,
+            local_size=v.window,
+            allow_is_causal_skip=v.is_plain or v.padding_mask is not None,
+            device=v.device,
+        )
+
+    def attend(self, heads, form, measure=False, **kwargs):
+        return attend_through_transformers(self.name, heads, form, **kwargs)
+
+
+class FlashEngine(TransformersEngine):
+    """FlashAttention, whose package reads padding from a 2-D mask and packed documents from the positions."""
+
+    def refuse(self, config, heads):
+        query = heads.query
+        is_half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
+        if not is_half:
+            raise ValueError(
+                f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
+                'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
+            )
+
+    def form(self, visibility):
+        """Padding `(B, S)`, or `None` where there is none."""
+        v = visibility
+        if v.mask is not None:
+            raise ValueError('FlashAttention takes no 4-D `attention_mask`; use attn_implementation="sdpa" for it')
+        if v.documents is not None and (v.batch_size > 1 or v.padding_mask is not None or not v.is_square):
+            raise ValueError(
+                "FlashAttention takes packed documents in one row without padding and without a cache before it; pass "
+                'a batch of 1 at once, or use attn_implementation="sdpa"'
+            )
+        return None if v.padding_mask is None else v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
+
+
+class FlexEngine(Engine):
+    """PyTorch's FlexAttention, which compiles a kernel for the mask; one call for both kinds of heads where it can."""
+
+    def refuse(self, config, heads):
+        query = heads.query
+        if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "PyTorch's FlexAttention has no backward pass on the CPU; train with "
+                'attn_implementation="sdpa", or run the model under torch.no_grad()'
+            )
+
+    def form(self, visibility):
+        if visibility.mask is not None and visibility.mask.dtype != torch.bool:
+            raise ValueError(
+                "`flex_attention` takes 4-D masks of booleans, True where a token may attend; got "
+                f'{visibility.mask.dtype}. Convert the mask, or use attn_implementation="sdpa" for additive ones'
+            )
+        return _block_mask(visibility)
+
+    def form_of_all_heads(self, config, visibility):
+        """A mask with a head axis, where all layers have the same heads of both kinds."""
+        counts = set(config.num_global_heads_per_layer)
+        if len(counts) > 1 or len(visibility) == 1 or not visibility[LOCAL].is_square:
+            return None
+        of_all = visibility[LOCAL].of_all_heads(*counts)
+        if of_all.mask is not None:
+            return None
+        if of_all.is_plain and not is_tracing():
+            sizes = of_all.q_length, config.sliding_window, *counts, config.num_attention_heads, of_all.device
+            return _plain_block_mask(*sizes)
+        return _block_mask(of_all, config.num_attention_heads)
+
+    def attend(self, heads, form, measure=False, **kwargs):
+        return attend_through_transformers("flex_attention", heads, form, **kwargs)
+
+
+def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMask:
+    v = visibility
+
+    def sees(batch, head, query, key):
+        return v.sees(batch, head, query + v.q_offset, key + v.kv_offset)
+
+    batch_size = None if v.is_plain else v.batch_size
+    is_compiled = torch.device(v.device).type == "cuda"  # on the CPU that takes longer than it saves
+    return create_block_mask(
+        sees, batch_size, num_heads, v.q_length, v.kv_length, device=v.device, _compile=is_compiled
+    )
+
+
+@lru_cache(maxsize=8)
+def _plain_block_mask(length: int, window: int, num_global_heads: int, num_heads: int, device) -> BlockMask:
+    """The mask of all heads for sequences without a cache, padding and documents: the same in every step."""
+    return _block_mask(Visibility(length, length, 0, 0, window, num_global_heads, device=device), num_heads)
+
+
+class TritonEngine(Engine):
+    """Our fused kernel on GPUs: both kinds of heads in one launch, the largest logits as a by-product."""
+
+    def refuse(self, config, heads):
+        dropout = heads.group.dropout
+        if dropout or config.attn_logit_softcapping is not None:
+            what = "attention_dropout" if dropout else "attn_logit_softcapping"
+            raise ValueError(
+                f"the `triton` engine cannot do `{what}`, which is {getattr(config, what)} here; use "
+                'attn_implementation="eager", or do without'
+            )
+
+    def form(self, visibility):
+        """Padding and documents as `Spans`; causality and window are known to the kernel."""
+        from .triton_lsgpt import make_spans  # noqa: PLC0415 (not everybody has Triton)
+
+        return make_spans(visibility)
+
+    def form_of_all_heads(self, config, visibility):
+        first = next(iter(visibility.values()))
+        return self.form(first) if first.is_square else None
+
+    def attend(self, heads, form, measure=False, **kwargs):
+        from .triton_lsgpt import fused_attention_forward  # noqa: PLC0415
+
+        group, dtype = heads.group, heads.value.dtype  # under autocast, queries may be more precise than values
+        window = heads.groups[-1].sliding_window or 0
+        _, query, key, value = heads.to(dtype)
+        output, max_logits = fused_attention_forward(
+            query, key, value, form, heads.num_global_heads, window, group.scaling, measure
+        )
+        return Attended(output, max_logits=max_logits)
+
+
+ENGINES: dict[str, Engine] = {
+    "eager": EagerEngine(),
+    "sdpa": SdpaEngine(),
+    "flex_attention": FlexEngine(),
+    "flash_attention_2": FlashEngine("flash_attention_2"),
+    "flash_attention_3": FlashEngine("flash_attention_3"),
+    "flash_attention_4": FlashEngine("flash_attention_4"),
+    "triton": TritonEngine(),
+}
+"""The engines by `attn_implementation`. Others that are registered with Transformers are `TransformersEngine`s."""
+
+
+def choose_engine(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Engine:
+    """
+    The engine of a forward pass: the configured one, but plain attention for a single query, in which no other engine
+    gains anything; and where the kernels of `triton` cannot go, under a custom mask and into a static cache.
+    """
+    name, v = config._attn_implementation, next(iter(visibility.values()))
+    is_single = v.q_length == 1 and name in ENGINES
+    if is_single or (name == "triton" and (v.mask is not None or v.has_empty_slots)):
+        has_softcap = config.attn_logit_softcapping is not None
+        name = "eager" if name == "eager" or has_softcap else "sdpa"
+    return ENGINES.get(name) or TransformersEngine(name)
+
+
+@dataclass
+class AttentionPlan:
+    """What all layers of a forward pass share: the engine, and who sees whom in the form that it takes."""
+
+    engine: Engine
+    visibility: dict[str, Visibility]
+    """For each kind of head."""
+    forms: dict[str, Any]
+    """For each kind of head, in the engine's form."""
+    is_joint: bool
+    """Whether the form is that of all heads, which one call serves."""
+
+    def calls(self, heads: Heads, by_kind: list[Heads]) -> list[Heads]:
+        """
+        What the engine is called with: all `heads` of a layer at once where it can, else those of each kind. Where it
+        can, nothing was cached before, so the keys to attend to are the new tokens' own.
+        """
+        return [heads] if self.is_joint else by_kind
+
+    def attend(self, calls: list[Heads], measure: bool = False, **kwargs) -> Attended:
+        """
+        Has the engine attend for each of the `calls`, and joins what it returns on the axis of heads.
+
+        Args:
+            calls: What the method of this name returns.
+            measure: Whether somebody wants `max_logits`.
+            **kwargs: What the caller of the model passed on; with `output_attentions` the weights are returned.
+
+        Raises:
+            ValueError: The engine cannot do it.
+        """
+        config = calls[0].group.config
+        for heads in calls:
+            self.engine.refuse(config, heads)
+        forms = [self.forms[heads.kind] for heads in calls]
+        if self.engine.has_weights and kwargs.get("output_attentions", config.output_attentions):
+            offsets = [self.visibility[heads.kind].kv_offset for heads in calls]
+            return self.engine.attend_with_weights(calls, forms, offsets)
+        results = [self.engine.attend(heads, form, measure, **kwargs) for heads, form in zip(calls, forms)]
+        if len(results) == 1:
+            return results[0]
+        output = torch.cat([result.output for result in results], dim=2)
+        has_maxima = results[0].max_logits is not None
+        return Attended(output, max_logits=torch.cat([x.max_logits for x in results]) if has_maxima else None)
+
+    def to(self, device: torch.device | str, **kwargs) -> "AttentionPlan":
+        """The same on another device, which a model that is spread over several asks for."""
+
+        def move(x):
+            if isinstance(x, tuple):
+                return type(x)(*map(move, x))
+            return x.to(device, **kwargs) if isinstance(x, torch.Tensor | Visibility) else x
+
+        visibility, forms = ({k: move(x) for k, x in values.items()} for values in (self.visibility, self.forms))
+        forms = {k: x.to(device) if isinstance(x, BlockMask) else x for k, x in forms.items()}
+        return AttentionPlan(self.engine, visibility, forms, self.is_joint)
+
+
+def plan_attention(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionPlan:
+    """
+    Chooses the engine of a forward pass, and has it make the forms that it needs.
+
+    Raises:
+        ValueError: The engine cannot do what the inputs ask for.
+    """
+    engine = choose_engine(config, visibility)
+    joint = engine.form_of_all_heads(config, visibility)
+    if joint is not None:
+        return AttentionPlan(engine, visibility, dict.fromkeys(visibility, joint), True)
+    forms = {kind: engine.form(each) for kind, each in visibility.items()}
+    return AttentionPlan(engine, visibility, forms, False)
+
+
+def refuse_other_models(module: nn.Module, *args, **kwargs):
+    """What Transformers finds under the name `triton`, and LSGPT does not ask for."""
+    raise ValueError(f'attn_implementation="triton" is an engine of LSGPT; {type(module).__name__} cannot use it')
+
+
+ALL_ATTENTION_FUNCTIONS.register("triton", refuse_other_models)

@@ -1,0 +1,298 @@
+"""Who sees whom: which keys a query may attend to, said once in a forward pass for each kind of head.
+
+Transformers' mask helpers have no head axis, so global and local heads have a description each. What reads it (an
+attention engine, the measurement of logits, calibration) asks `Visibility.sees`, and states no rule of its own.
+
+Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from transformers import Cache
+from transformers.utils.import_utils import is_tracing
+
+from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+
+
+@dataclass
+class Visibility:
+    """
+    Which keys the queries of one kind of head may attend to.
+
+    Queries and keys have *positions* in their sequence, counted from 0 with padding and cached tokens included. The
+    query at position `q` sees the key at position `k` if all of these hold:
+
+    - `k <= q` (causality), or with a `mask` what the mask says;
+    - `k > q - window`, in heads that have a window;
+    - `k` is no padding;
+    - both are in the same document.
+    """
+
+    q_length: int
+    """Number of queries, T."""
+    kv_length: int
+    """Number of keys, S."""
+    q_offset: int | torch.Tensor = 0
+    """Position of the first query; a tensor in a static cache."""
+    kv_offset: int = 0
+    """Position of the first key: a window's cache has dropped those before."""
+    window: int | None = None
+    """W, the number of keys that a query of a local head sees, its own included; `None` where all heads are global."""
+    num_global_heads: int = 0
+    """With a window: number of heads that come first and do without. More than 0 where it is about both kinds."""
+    padding_mask: torch.Tensor | None = None
+    """`(B, P + T)`, True for real tokens; `None` where all are."""
+    documents: torch.Tensor | None = None
+    """`(B, P + T)`, numbers of the documents that are packed into a row; `None` where a row is one document."""
+    mask: torch.Tensor | None = None
+    """`(B or 1, 1, T, S)`, a mask of the user's: boolean, True where a query may attend, or added to the logits."""
+    has_empty_slots: bool = False
+    """Whether there may be keys after the last query, which a static cache has room for."""
+    batch_size: int = 1
+    """B."""
+    device: torch.device | str = "cpu"
+    """Where masks are made."""
+
+    def sees(self, batch, head, query, key) -> torch.Tensor:
+        """
+        Whether queries see keys, for indices that broadcast: number of the sequence, number of the head, positions of
+        query and key. It is a mask function, as Transformers and FlexAttention call it. Not for additive masks.
+        """
+        if self.mask is None:
+            visible = key <= query
+        else:
+            visible = self.mask[batch, 0, query - self.q_offset, key - self.kv_offset]
+        if self.window is not None:
+            in_window = key > query - self.window
+            visible = visible & (in_window | (head < self.num_global_heads) if self.num_global_heads else in_window)
+        if self.padding_mask is not None:
+            visible = visible & self.padding_mask[batch, key]
+        if self.documents is not None:
+            visible = visible & (self.documents[batch, query] == self.documents[batch, key])
+        return visible
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether causality and the window are all there is to it."""
+        return self.padding_mask is None and self.documents is None and self.mask is None and not self.has_empty_slots
+
+    @property
+    def is_square(self) -> bool:
+        """Whether nothing was cached: the keys are those of the queries' own tokens."""
+        return self.q_length == self.kv_length and not self.has_empty_slots
+
+    @property
+    def sees_everything(self) -> bool:
+        """Whether a single query sees all keys that there are, but for padding and documents."""
+        is_inside = self.window is None or self.kv_length <= self.window
+        return self.q_length == 1 and is_inside and self.mask is None and not self.has_empty_slots
+
+    @property
+    def query_positions(self) -> torch.Tensor:
+        """`(T,)`."""
+        return torch.arange(self.q_length, device=self.device) + self.q_offset
+
+    @property
+    def key_positions(self) -> torch.Tensor:
+        """`(S,)`."""
+        return torch.arange(self.kv_length, device=self.device) + self.kv_offset
+
+    def dense(self) -> torch.Tensor:
+        """The mask of all pairs, `(B, 1, T, S)`: boolean, or additive where the user's mask is."""
+        if self.mask is not None and self.window is None:
+            return self.mask
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            in_window = self.key_positions > self.query_positions[:, None] - self.window
+            return self.mask.masked_fill(~in_window, torch.finfo(self.mask.dtype).min)
+        if self.sees_everything and self.padding_mask is not None and self.documents is None:
+            return self.padding_mask[:, None, None, self.kv_offset : self.kv_offset + self.kv_length]
+        batch = torch.arange(self.batch_size, device=self.device)[:, None, None, None]
+        visible = self.sees(batch, 0, self.query_positions[:, None], self.key_positions)
+        return visible.expand(self.batch_size, 1, -1, -1)
+
+    def to(self, device: torch.device | str, **kwargs) -> "Visibility":
+        """The same on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: x.to(device, **kwargs) if isinstance(x, torch.Tensor) else x for k, x in moved.items()}
+        return Visibility(**{**moved, "device": device})
+
+    def of_all_heads(self, num_global_heads: int) -> "Visibility":
+        """That of all heads of a layer whose local heads this is about; nothing may be cached."""
+        return replace(self, num_global_heads=num_global_heads)
+
+
+def describe_visibility(
+    config: LSGPTConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None = None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> dict[str, Visibility]:
+    """
+    Who sees whom in a forward pass: `{GLOBAL: ..., LOCAL: ...}`, for the kinds of heads that the model has.
+
+    Args:
+        config: The model's configuration.
+        inputs_embeds (`(B, T, hidden_size)`): Read for shape and device only.
+        attention_mask: `(B, P + T)`, 1 for real tokens and 0 for padding; or `(B or 1, 1, T, P + T)`, boolean (True
+            may attend) or additive, for the global heads as it is and for the local heads inside their window; or one
+            of the latter for each kind of head, as `create_attention_masks` returns them.
+        past_key_values: The cache before this step's update.
+        position_ids (`(B or 1, T)`): Where given, positions that restart are taken for the start of another document
+            packed into the same row, and attention does not cross into it. After a cache, the first new token's
+            position says how many of the cached tokens its document has. Not read with a static cache in use, whose
+            length is not known without waiting for the device.
+
+    Raises:
+        ValueError: The mask's shape or type does not fit.
+    """
+    batch_size, q_length = inputs_embeds.shape[:2]
+    device = inputs_embeds.device
+    past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+    of_kind = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys((GLOBAL, LOCAL), attention_mask)
+    padding_mask = documents = None
+    for mask in of_kind.values():
+        if mask is not None:
+            _check_mask(mask, batch_size, q_length, None if isinstance(attention_mask, dict) else past_length)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        of_kind, padding_mask = {}, attention_mask.to(device=device, dtype=torch.bool)
+    # A tensor for a length comes from a static cache in use.
+    if position_ids is not None and isinstance(past_length, int) and not isinstance(attention_mask, dict):
+        documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
+    if padding_mask is not None and _may_look_at(padding_mask, q_length) and padding_mask.all():
+        padding_mask = None
+
+    is_static = getattr(past_key_values, "is_compileable", False)
+    result = {}
+    for kind in dict.fromkeys(config.layer_types):
+        layer_idx = config.layer_types.index(kind)
+        q_offset, kv_length, kv_offset = 0, q_length, 0
+        if past_key_values is not None:
+            q_offset = past_key_values.get_query_offset(layer_idx)
+            kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
+        mask, end = of_kind.get(kind), kv_offset + kv_length
+        if mask is not None:
+            is_finished = isinstance(attention_mask, dict)
+            mask = mask.to(device) if is_finished else mask[..., kv_offset:end].to(device)
+        result[kind] = Visibility(
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            window=None if kind == GLOBAL or (mask is not None and is_finished) else config.sliding_window,
+            # A static cache has more keys than there are tokens yet: those belong to no document.
+            padding_mask=_lengthen(padding_mask, end, False),
+            documents=_lengthen(documents, end, -1),
+            mask=None if mask is None else mask.expand(batch_size, -1, -1, -1),
+            has_empty_slots=is_static,
+            batch_size=batch_size,
+            device=device,
+        )
+    return result
+
+
+def create_attention_masks(
+    config: LSGPTConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None = None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> dict | torch.Tensor | None:
+    """
+    The masks that `generate` makes outside of a compiled decode step, `{GLOBAL: ..., LOCAL: ...}`, each boolean
+    `(B or 1, 1, T, S)`. The arguments are those of `describe_visibility`.
+
+    Only a single token needs them: for a prompt the model describes who sees whom itself, and gets `attention_mask`
+    as it is.
+    """
+    if inputs_embeds.shape[1] > 1:
+        return attention_mask
+    visibility = describe_visibility(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+    return {kind: each.dense() for kind, each in visibility.items()}
+
+
+def find_documents(
+    position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int = 0
+) -> torch.Tensor | None:
+    """
+    Numbers the documents that are packed into one row, from the positions at which they restart.
+
+    A real token continues its document when its position is one more than that of the real token before it, or more
+    by as many tokens as lie between (padding counts in some users' positions and does not in others'). Of the cached
+    tokens, the first new token's document has the last real ones, as many as its position says.
+
+    Args:
+        position_ids (`(B, T)`): Position of each new token in its document.
+        padding_mask (`(B, P + T)`, *optional*): True for real tokens.
+        past_length: P, the number of cached tokens.
+
+    Returns:
+        `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` when every row holds one
+        document. Where values cannot be looked at, numbers all the same, but `None` while tracing with a cache.
+    """
+    length = position_ids.shape[-1]
+    if (past_length and is_tracing(position_ids)) or past_length + length == 1:
+        return None
+    may_look = _may_look_at(position_ids, length)
+    index = torch.arange(length, device=position_ids.device)
+    is_real = padding_mask[:, past_length:] if padding_mask is not None else torch.ones_like(position_ids).bool()
+    last_real = torch.where(is_real, index, -1).cummax(-1).values
+    previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
+    step = position_ids - position_ids.gather(-1, previous.clamp(min=0))
+    starts = is_real & (previous >= 0) & (step != 1) & (step != index - previous)
+    is_one_document = length == 1 or (may_look and not starts.any())
+    if past_length == 0:
+        return None if is_one_document else starts.cumsum(-1)
+
+    first_position = position_ids.gather(-1, is_real.int().argmax(-1, keepdim=True))
+    num_cached = past_length if padding_mask is None else padding_mask[:, :past_length].sum(-1, keepdim=True)
+    if may_look and is_one_document and (first_position >= num_cached).all():
+        return None
+    is_cached = torch.ones_like(first_position).bool().expand(-1, past_length)
+    if padding_mask is not None:
+        is_cached = padding_mask[:, :past_length]
+    tokens_since = is_cached.flip(-1).cumsum(-1).flip(-1)
+    is_earlier = is_cached & (tokens_since > first_position)
+    return torch.cat([is_earlier.long().neg(), starts.cumsum(-1)], dim=-1)
+
+
+def _may_look_at(x: torch.Tensor, q_length: int) -> bool:
+    """Whether to read values: not while tracing, nor for each decoded token where a device would be waited for."""
+    return not is_tracing(x) and (q_length > 1 or x.device.type == "cpu")
+
+
+def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None:
+    if x is None or x.shape[-1] >= length:
+        return x
+    return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
+
+
+def _check_mask(attention_mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
+    got = tuple(attention_mask.shape)
+    if attention_mask.ndim not in (2, 4):
+        raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
+    if attention_mask.ndim == 4 and not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
+        raise ValueError(
+            "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
+            f"the logits; got {attention_mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
+        )
+    if attention_mask.ndim == 4 and got[1] != 1:
+        raise ValueError(
+            f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
+            f"got {got}. `num_global_heads` and `sliding_window` say what the heads of each kind see"
+        )
+    if not isinstance(past_length, int):
+        return
+    total = past_length + q_length
+    if attention_mask.ndim == 2 and got != (batch_size, total):
+        raise ValueError(
+            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} "
+            f"cached and {q_length} new tokens; got {got}"
+        )
+    if attention_mask.ndim == 4 and (got[0] not in (1, batch_size) or got[2] != q_length or got[3] < total):
+        raise ValueError(
+            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total}): batch, head, new tokens, "
+            f"cached and new tokens; got {got}"
+        )
