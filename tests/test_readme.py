@@ -1,10 +1,12 @@
-"""The README's code runs as printed, in order, in a folder where the demo has been run."""
+"""
+The front page stays short, the pages under docs/ hang together, and their code runs as printed.
+
+The pages whose code takes more than a moment have tests of their own: `test_other_libraries.py`,
+`training/test_fine_tuning.py`.
+"""
 
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,51 @@ from lsgpt.training.data import load_documents, train_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    """The code blocks of a page in this language."""
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
+
+
+def without_code(text):
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def links(text):
+    """Where the links and images of a page lead."""
+    return re.findall(r"\]\(([^()\s]+)\)", without_code(text))
+
+
+def anchors(text):
+    """What GitHub makes of the headings of a page: `## The paper's code` is `#the-papers-code`."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page):
+    broken = []
+    for link in links(page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):  # another site
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        known = anchors(target.read_text(encoding="utf-8")) if target.suffix == ".md" and target.is_file() else ()
+        if not target.exists() or (anchor and anchor not in known):
+            broken.append(link)
+    return broken
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the README and `runs/demo`, with a small untrained model in place of the demo's."""
+    """Holds `runs/demo`, with a small untrained model in place of the demo's."""
     folder = tmp_path_factory.mktemp("readme")
-    shutil.copy(ROOT / "README.md", folder)
     tokenizer = train_tokenizer(load_documents("stdlib")["validation"]["text"][:50], vocab_size=400)
     config = LSGPTConfig(vocab_size=400, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
     LSGPTForCausalLM(config).save_pretrained(folder / "runs" / "demo")
@@ -30,30 +69,72 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_python_blocks(folder):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 6
-    assert all(re.search(r"^(import|from) lsgpt\b", block, re.MULTILINE) for block in blocks)
-    # One process, because starting takes longest, but names of its own for each block.
-    program = "\n".join(f"exec({block!r}, {{'__name__': '__main__'}})" for block in blocks)
-    result = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert (folder / "runs" / "finetuned" / "modeling_lsgpt.py").is_file()
+def test_front_page_is_short():
+    readme = read("README.md")
+    assert len(readme.split()) <= 1100
+    assert len(readme.splitlines()) <= 170
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A title: `x`, and more\n```bash\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md#a-title-x-and-more) [b](#here) [c](https://example.org/#x) `[d](code.md)`\n"
+        "[two\nlines](gone.md) ![e](gone.png) [f](other.md#no-title) [g](#there)\n"
+    )
+    assert broken_links(page) == ["gone.md", "gone.png", "other.md#no-title", "#there"]
+
+
+def test_index_lists_every_page():
+    index = ROOT / "docs" / "README.md"
+    listed = {link.partition("#")[0] for link in links(read(index))}
+    assert {page.name for page in DOCS if page != index} <= listed
+
+
+def test_front_page_code_prints_what_is_shown(tmp_path, monkeypatch, capsys):
+    """It needs nothing but the installed package: the folder is empty."""
+    monkeypatch.chdir(tmp_path)
+    (code,), (output,) = blocks("README.md", "python"), blocks("README.md", "text")
+    exec(code, {})
+    assert capsys.readouterr().out == output
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("page", "numbers", "expected"),
+    [("docs/training.md", (0, 1), "tensor([["), ("docs/publishing.md", (1,), "library_name: transformers")],
+)
+def test_code_in_docs(folder, page, numbers, expected, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for number in numbers:
+        exec(blocks(page, "python")[number], {})
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
     [
-        "lsgpt info gpt2-small --length 8192",
-        'lsgpt generate runs/demo "def "',
-        "lsgpt publish runs/demo your-name/your-lsgpt --license apache-2.0 --dry-run",
+        ("README.md", "lsgpt info gpt2-small --length 8192"),
+        ("README.md", 'lsgpt generate runs/demo "def "'),
+        ("docs/publishing.md", "lsgpt publish runs/demo your-name/your-lsgpt --license apache-2.0 --dry-run"),
     ],
 )
-def test_commands(folder, command, monkeypatch, capsys):
-    assert command in README
+def test_commands(folder, page, command, monkeypatch, capsys):
+    assert command in read(page)
     monkeypatch.chdir(folder)
     assert lsgpt_cli.main(shlex.split(command)[1:]) == 0
     output = capsys.readouterr().out
     assert output
     if "generate" in command:
         assert output.startswith("def ")  # the prompt's own space, whatever token it belongs to
+
+
+def test_make_commands_exist():
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert {first or second for first, second in named} <= targets, page
