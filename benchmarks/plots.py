@@ -9,12 +9,20 @@ from matplotlib.ticker import NullLocator
 COMPARED_WITH = {"mhsa": "multi-head attention in the same code", "gpt2": "Transformers' GPT-2"}
 """Families that others are compared with, one pair of axes each."""
 
+TITLES = {
+    "attention": "Attention alone, forward and backward",
+    "prefill": "Prefill: a prompt's forward pass",
+    "decode": "Decoding: a token after a prompt",
+    "train": "A training step",
+}
+"""What the benchmarks measure."""
+
 CURVES = {
     "lsgpt": "LSGPT",
-    "lsgpt-no-logits": "LSGPT without logits, as `lsgpt train`",
+    "lsgpt-no-logits": "LSGPT without logits, as `lsgpt train` runs it",
     "mhsa": "multi-head attention in the same code",
-    "limit": "bound: LSGPT without its local heads' attention",
-    "cache": "LSGPT, bytes of the cache",
+    "limit": "bound: LSGPT with its local heads' attention left out",
+    "cache": "LSGPT's cache, share of the bytes",
 }
 """Legends of the families that are drawn."""
 
@@ -39,22 +47,26 @@ def plot_ratios(path: Path, name: str, rows: list[dict]):
                     targets.setdefault((baseline, label), []).append((row["length"], x["target"]))
     baselines = [baseline for baseline in COMPARED_WITH if baseline in points]
     lengths = sorted({row["length"] for row in rows})
-    figure = Figure(figsize=(5.2 * len(baselines), 4.6), layout="constrained")
+    figure = Figure(figsize=(max(6, 4.4 * len(baselines)), 4.6), layout="constrained")
+    handles = {}
     for axes, baseline in zip(figure.subplots(1, len(baselines), squeeze=False, sharey=True)[0], baselines):
         for number, (label, legend) in enumerate(CURVES.items()):
-            style = {"color": f"C{number}", "linewidth": 1.2, "marker": "o", "markersize": 3}
             if label in points[baseline]:
-                axes.plot(*zip(*points[baseline][label]), label=legend, **style)
+                (line,) = axes.plot(*zip(*points[baseline][label]), color=f"C{number}", marker="o", label=legend)
+                handles.setdefault(legend, line)
             if (baseline, label) in targets:
-                axes.plot(*zip(*targets[baseline, label]), label=f"target: {legend}, at most", linestyle="--", **style)
+                legend = f"target: {legend}, at most this"
+                (line,) = axes.plot(*zip(*targets[baseline, label]), color=f"C{number}", linestyle=":", label=legend)
+                handles.setdefault(legend, line)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xscale("log")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(bottom=0)
+        axes.set_title(f"{COMPARED_WITH[baseline]} = 1", fontsize=10)
         axes.set_xlabel("tokens")
-        axes.set_ylabel(f"share of {COMPARED_WITH[baseline]} (= 1)")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
-    figure.suptitle(f"{name}: time, median of rounds; below 1 is faster", fontsize=11)
+    figure.axes[0].set_ylabel("share of the time (less is better)")
+    figure.suptitle(TITLES[name])
+    figure.legend(handles=handles.values(), loc="outside lower center", ncols=len(baselines), fontsize=8)
     figure.savefig(path, dpi=150)

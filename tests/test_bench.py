@@ -114,11 +114,12 @@ def test_plots_show_words_and_measured_lengths(tmp_path, monkeypatch):
         assert list(axes.get_xticks()) == [2048, 8192]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["2,048", "8,192"]
         assert not len(axes.get_xticks(minor=True))
-    texts = [text.get_text() for text in gpt2.get_legend().get_texts()]
-    assert "target: LSGPT, at most" in texts and "multi-head attention in the same code" in texts
+    assert gpt2.get_title() == "Transformers' GPT-2 = 1"
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "target: LSGPT, at most this" in texts and "multi-head attention in the same code" in texts
     assert not {"lsgpt", "limit", "mhsa", "target of lsgpt"} & set(texts)
     lines = {line.get_label(): list(line.get_ydata()) for line in gpt2.lines}
-    assert (lines["LSGPT"], lines["target: LSGPT, at most"]) == ([0.25, 0.25], [0.88, 0.66])
+    assert (lines["LSGPT"], lines["target: LSGPT, at most this"]) == ([0.25, 0.25], [0.88, 0.66])
 
 
 @pytest.mark.parametrize(

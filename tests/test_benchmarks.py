@@ -1,8 +1,10 @@
 """Benchmarks run, at a size that takes seconds, and refuse to time what does not compute the right thing."""
 
 import json
+import runpy
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,14 @@ def test_results_name_the_commit(tmp_path, monkeypatch):
     assert report.describe_environment()["commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert report.describe_environment()["commit"].startswith("unknown")
+
+
+def test_page_shows_the_committed_results():
+    docs = Path(__file__).parents[1] / "docs"
+    script = runpy.run_path(str(docs / "fill_measurements.py"))
+    page = (docs / "measurements.md").read_text(encoding="utf-8")
+    assert page.count("<!-- table: ") == page.count("<!-- end -->") == len(script["TABLES"])
+    assert script["fill"](page) == page, "run `python docs/fill_measurements.py`"
 
 
 def git(folder, *arguments):
