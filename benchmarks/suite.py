@@ -177,7 +177,8 @@ def print_summary(rows: list[dict]):
             lines["bytes of the cache"] = ("cache", "lsgpt")
         for title, key in lines.items():
             found = [shares.get((*key, baseline), "-") for baseline in columns]
-            print(f"  {title:<36}{row['length']:>8,}{'':4}" + "".join(f"{share:<24}" for share in found))
+            if set(found) != {"-"}:  # the family has been timed
+                print(f"  {title:<36}{row['length']:>8,}{'':4}" + "".join(f"{share:<24}" for share in found))
 
 
 def save(result: dict, folder: Path, stem: str):
