@@ -6,6 +6,7 @@ it, which is no engine of the model, is timed: `lsgpt varlen_attn`.
 """
 
 import copy
+import inspect
 from functools import partial
 
 import torch
@@ -73,18 +74,21 @@ def causal_attention(query, key, value, backend: SDPBackend | None = None) -> to
 
 def variable_length_attention(query, key, value, window: int | None = None) -> torch.Tensor:
     """
-    `varlen_attn` of PyTorch 2.10 or later, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`.
+    PyTorch's `varlen_attn`, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`.
 
-    All heads are causal, and see `window` keys, their own included, if it is given.
+    All heads are causal, and see `window` keys, their own included, if it is given. Raises `ImportError` where PyTorch
+    lacks the function or what is asked of it here.
     """
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 (older versions lack it)
 
+    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+        raise ImportError("this PyTorch's `varlen_attn` has no windows or no grouped queries")
     batch_size, num_heads, length, _ = query.shape
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     ends = torch.arange(0, (batch_size + 1) * length, length, dtype=torch.int32, device=query.device)
-    options = {"enable_gqa": True} if key.shape[1] != num_heads else {}
     past = -1 if window is None else window - 1
-    output = varlen_attn(*rows, ends, ends, length, length, window_size=(past, 0), **options)
+    grouped = key.shape[1] != num_heads
+    output = varlen_attn(*rows, ends, ends, length, length, window_size=(past, 0), enable_gqa=grouped)
     return output.unflatten(0, (batch_size, length))
 
 

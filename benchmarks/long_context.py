@@ -1,12 +1,11 @@
 """Prefill of very long prompts on the CPU, in bounded memory: `lsgpt bench long_context`.
 
 A model with global heads takes its prompt at once, an all-local one in chunks, with a cache that holds a window only.
-Both have the shape of the preset `paper-v1`, with sinusoidal positions, of which there are as many as tokens.
+Beside them, at a shorter length because it takes so long, stands the same model with all heads global. All have the
+shape of the preset `paper-v1`, with sinusoidal positions, of which there are as many as tokens.
 """
 
 import argparse
-import json
-import multiprocessing
 import time
 from pathlib import Path
 
@@ -15,20 +14,20 @@ from transformers import DynamicCache
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.training.report import describe_environment, peak_memory
+from lsgpt.training.report import peak_memory
+
+from .memory import in_own_process
+from .record import OUTPUT, begin_result, write_result
 
 
-RESULTS = Path(__file__).parent / "results" / "long_context.json"
-
-
-def prefill(length: int, chunk_length: int, num_global_heads: int | None) -> dict[str, float]:
+def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) -> dict[str, float]:
     """
     Runs a prompt of random tokens through a model that fills a cache.
 
     Args:
         length: Tokens of the prompt.
         chunk_length: Tokens of one forward pass.
-        num_global_heads: `None` leaves the preset's.
+        num_global_heads: `None` leaves the preset's; `"all"` makes it plain multi-head attention.
 
     Returns:
         `seconds`; `peak_bytes`, the most memory beyond the model's own; and `cache_bytes`, the cache at the end.
@@ -51,33 +50,32 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | None) -> dic
     }
 
 
-def main(arguments: list[str] | None = None):
-    """Runs both prompts, prints what they took and writes it to a JSON file."""
+def main(arguments: list[str]):
+    """Runs the prompts, prints what they took and writes it to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench long_context", description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=2**17, help="tokens at once; default: %(default)s")
     parser.add_argument("--local_length", type=int, default=2**20, help="with local heads only; default: %(default)s")
     parser.add_argument("--chunk_length", type=int, default=2**13, help="of that prompt; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--mhsa_length", type=int, default=2**15, help="beside multi-head attention; default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT / "long_context.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
-    rows = []
+    result = begin_result("long_context", *arguments) | {"rows": []}
     for model, *sizes in (
+        ("paper-v1, all heads global", options.mhsa_length, options.mhsa_length, "all"),
+        ("paper-v1", options.mhsa_length, options.mhsa_length, None),
         ("paper-v1", options.length, options.length, None),
         ("paper-v1, local heads only", options.local_length, options.chunk_length, 0),
     ):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # its peak of memory is its own
-            row = pool.apply(prefill, tuple(sizes))
-        rows.append({"model": model, "tokens": sizes[0], "chunk_length": sizes[1], **row})
+        row = in_own_process(prefill, *sizes)
+        result["rows"].append({"model": model, "tokens": sizes[0], "chunk_length": sizes[1], **row})
         print(
             f"{model}: {sizes[0]:,} tokens, {sizes[1]:,} at once: {row['seconds']:.0f} s, at most "
             f"{row['peak_bytes'] / 2**20:,.0f} MiB beyond the model; the cache ends at "
             f"{row['cache_bytes'] / 2**20:,.1f} MiB",
             flush=True,
         )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": describe_environment(), "rows": rows}
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    write_result(options.output, result)
+    print(f"saved in {options.output}")

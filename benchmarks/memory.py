@@ -1,40 +1,58 @@
 """Peak memory of one training step on the CPU: `lsgpt bench memory`.
 
-Two questions: whether it grows in proportion to the length when all heads are local, and whether a model with global
-heads takes more per token than GPT-2. Each figure comes from a process of its own, because the operating system only
-remembers a process's highest peak.
+Two questions: how it grows with the length, with local heads only and with global heads only; and what a model takes
+beside plain multi-head attention in the same code and beside GPT-2, with logits on both sides and as `lsgpt train`
+runs it. Each figure comes from a process of its own, because the operating system only remembers a process's highest
+peak.
 """
 
 import argparse
-import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from lsgpt.configuration import load_preset
-from lsgpt.training.report import describe_environment, peak_memory
+from lsgpt.training.report import peak_memory
 
 from .peers import gpt2_config
+from .record import OUTPUT, begin_result, write_result
 
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
-
-MODELS = {
-    "local-only": ("paper-v1", {"num_global_heads": 0, "vocab_size": 1000}, {}),
-    "lsgpt": ("gpt2-small", {}, {"skip_logits": True}),
-    "lsgpt with logits": ("gpt2-small", {}, {}),
-    "gpt2": ("gpt2-small", {}, {}),
+GROWTH = {
+    "local-only": {"num_global_heads": 0, "vocab_size": 1000},
+    "global-only": {"num_global_heads": "all", "vocab_size": 1000},
 }
-"""Preset, fields to replace, and arguments of the forward pass."""
+"""Models whose memory is measured over the length: fields of the preset `paper-v1` to replace."""
+
+FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2")
+"""Models that are compared, of one shape; `lsgpt.benchmarks.peers.FAMILIES` says what they are."""
+
+PAIRS = (
+    ("lsgpt", "mhsa"),
+    ("lsgpt", "gpt2"),
+    ("mhsa", "gpt2"),
+    ("lsgpt-no-logits", "mhsa"),
+    ("lsgpt-no-logits", "gpt2"),
+)
+"""Models whose peaks are compared."""
 
 
-def peak_of_training_step(name: str, length: int) -> float:
-    """Bytes that one forward and backward pass of a model of `MODELS` over `length` tokens adds, at its peak."""
+def peak_of_training_step(name: str, length: int, preset: str) -> float:
+    """
+    Bytes that one forward and backward pass adds, at its peak.
+
+    Args:
+        name: One of `GROWTH` or `FAMILIES`.
+        length: Tokens of the one sequence.
+        preset: The shape of `FAMILIES`.
+    """
     torch.manual_seed(0)
-    preset, fields, options = MODELS[name]
-    config = load_preset(preset, max_position_embeddings=length, **fields)
+    fields = GROWTH.get(name, {"num_global_heads": "all"} if name == "mhsa" else {})
+    config = load_preset("paper-v1" if name in GROWTH else preset, max_position_embeddings=length, **fields)
+    options = {"skip_logits": True} if name == "lsgpt-no-logits" else {}
     if name == "gpt2":
         config = gpt2_config(config)
     model = AutoModelForCausalLM.from_config(config).train()
@@ -50,27 +68,41 @@ def peak_of_training_step(name: str, length: int) -> float:
     return peak_memory() - before
 
 
-def main(arguments: list[str] | None = None):
-    """Measures every model and length, prints a table and writes it to a JSON file."""
+def in_own_process(function: Callable, *arguments):
+    """What a function returns that is called in a new process, because a peak of memory is that of a whole process."""
+    # A server that has imported torch forks the processes, where there is such a thing: importing takes seconds.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload([__name__])
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def main(arguments: list[str]):
+    """Measures every model and length, prints the peaks and their ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench memory", description=__doc__.splitlines()[0])
     parser.add_argument("--growth_lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="of the comparison with GPT-2")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="of the comparison")
+    parser.add_argument("--preset", default="gpt2-small", help="shape of the comparison; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "memory.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
-    rows = []
-    for name in MODELS:
-        for length in options.growth_lengths if name == "local-only" else options.lengths:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                peak = pool.apply(peak_of_training_step, (name, length))
-            rows.append({"model": name, "tokens": length, "peak_bytes": peak, "bytes_per_token": peak / length})
+    result, peaks = begin_result("memory", *arguments) | {"rows": [], "ratios": []}, {}
+    for name in (*GROWTH, *FAMILIES):
+        for length in options.growth_lengths if name in GROWTH else options.lengths:
+            peak = in_own_process(peak_of_training_step, name, length, options.preset)
+            peaks[name, length] = peak
+            result["rows"].append(
+                {"model": name, "tokens": length, "peak_bytes": peak, "bytes_per_token": peak / length}
+            )
             per_token = peak / length / 2**10
             print(f"{name:<20}{length:8d} tokens {peak / 2**20:8.0f} MiB {per_token:8.1f} KiB a token", flush=True)
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": describe_environment(), "rows": rows}
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    for length in options.lengths:
+        for pair in PAIRS:
+            share = peaks[pair[0], length] / peaks[pair[1], length]
+            result["ratios"].append({"tokens": length, "families": pair, "share": share})
+            print(f"{' / '.join(pair):<28}{length:8d} tokens {share:8.2f}")
+    write_result(options.output, result)
+    print(f"saved in {options.output}")

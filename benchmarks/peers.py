@@ -1,26 +1,20 @@
 """The models that are timed against each other, all of one shape.
 
-A peer's name is a family and an engine. The families:
-
-- `lsgpt`: the model with local heads.
-- `mhsa`: the same code and weights with all heads global.
-- `gpt2`: Transformers' GPT-2 of the same shape, as it comes.
-- `gpt2-gelu`: the same with our activation. Its own, `gelu_new`, is written in seven tensor operations, which cost
-  more than attention at short lengths; this peer shows what is left without that.
-- `limit`: `lsgpt` with the local heads' attention left out, which nothing that keeps the global heads can beat.
+A peer's name is a family of `FAMILIES` and an engine. In training all of them compute the logits of all tokens, so
+that their times can be compared; LSGPT without them is a family of its own.
 """
 
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils import is_flash_attn_2_available
@@ -29,11 +23,36 @@ from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, HeadGroup, LSGPTAttention, LSGPT
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
+FAMILIES = {
+    "lsgpt": "LSGPT: a few global heads, the others local",
+    "lsgpt-no-logits": "LSGPT as `lsgpt train` runs it (`skip_logits=True`); the others compute all logits",
+    "mhsa": "plain multi-head attention: LSGPT's code and weights with all heads global",
+    "gpt2": "Transformers' GPT-2 of the same shape",
+    "gpt2-gelu": "GPT-2 with LSGPT's activation function, which is faster than GPT-2's own",
+    "limit": "LSGPT without its local heads' attention: a bound that it cannot beat",
+    "telemetry": "LSGPT with the largest logit of every head measured in each step",
+}
+"""What the families of peers are."""
+
+BASELINES = ("lsgpt", "mhsa")
+"""Families that are always timed: they differ in nothing but the kinds of heads."""
+
 ENGINES = ("sdpa", "eager", "flex_attention", "flash_attention_2", "triton")
 """All engines. `eager` is timed for `mhsa` only: it computes local heads densely, as a reference."""
 
 SDPA_BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 """Kernels of `scaled_dot_product_attention` that are timed on CUDA besides the one that PyTorch chooses."""
+
+NOT_AVAILABLE = (
+    "attn_implementation=",  # refusals of our engines name another engine as the remedy
+    "No available kernel",  # `sdpa_kernel` where the only permitted kernel cannot run
+    "cuDNN",
+    "FlashAttention only supports",
+    "C++ compiler",
+    "C compiler",
+    "working triton installation",
+)
+"""What a `ValueError` or `RuntimeError` says when something cannot run on a machine, and is not just broken."""
 
 DENSE_BYTES = 2**28
 """Most memory for what is dense, in bytes: attention weights of `eager`, and on the CPU masks of `flex_attention`."""
@@ -108,8 +127,10 @@ class Peers(dict):
 
     def add(self, name: str, make: Callable[[], Callable], trial: Callable[[Callable], object] | None = None):
         """
-        Adds what `make` returns, if it survives the `trial`. Errors of both are the reason to leave it out; without a
-        trial, which is for peers that may be missing, they are raised.
+        Adds what `make` returns, if it survives the `trial`. A peer without a trial must not be missing.
+
+        Raises:
+            RuntimeError: The trial fails, and not because this machine lacks something.
         """
         if trial is None:
             self[name] = make()
@@ -117,7 +138,9 @@ class Peers(dict):
         try:
             peer = make()
             trial(peer)
-        except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except Exception as error:
+            if not is_unavailable(error):
+                raise RuntimeError(f"{name} fails in a small trial with {type(error).__name__}: {error}") from error
             self.skipped[name] = " ".join(str(error).split())[:160] or type(error).__name__
         else:
             self[name] = peer
@@ -160,6 +183,13 @@ class Peers(dict):
         for name, backend in SDPA_BACKENDS.items():
             if shape.device == "cuda":
                 self.add(f"mhsa {name}", partial(make, mhsa, "sdpa", backend), trial)
+
+
+def is_unavailable(error: Exception) -> bool:
+    """Whether an error says that something cannot run on this machine, rather than that it is broken."""
+    if isinstance(error, ImportError | NotImplementedError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, ValueError | RuntimeError) and any(text in str(error) for text in NOT_AVAILABLE)
 
 
 def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
@@ -207,9 +237,10 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     peers["gpt2-gelu sdpa"].model.loss_type = "ForCausalLM"
     peers["limit sdpa"] = make_limit(model)
     if training:
-        for peer in peers.values():
-            if not isinstance(peer.model, GPT2LMHeadModel):
-                peer.options["skip_logits"] = True  # as in `lsgpt train`; GPT-2 has no such thing
+        for name, peer in list(peers.items()):
+            family, engine = name.split(maxsplit=1)
+            if family == "lsgpt":
+                peers[f"lsgpt-no-logits {engine}"] = replace(peer, options={"skip_logits": True})
     return shape, peers
 
 

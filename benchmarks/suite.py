@@ -2,8 +2,6 @@
 
 import argparse
 import gc
-import json
-import shlex
 import statistics
 from importlib import import_module
 from pathlib import Path
@@ -11,12 +9,12 @@ from pathlib import Path
 import torch
 
 from lsgpt.configuration import load_preset, suggest
-from lsgpt.training.plots import plot_curves
-from lsgpt.training.report import describe_environment
 
 from . import attention, decode, prefill, train
 from .floor import floor_seconds, measure_rates
-from .peers import ENGINES, Shape
+from .peers import BASELINES, ENGINES, FAMILIES, Shape
+from .plots import plot_ratios
+from .record import OUTPUT, begin_result, write_result
 from .targets import LENGTHS, TARGETS
 from .timing import fastest, measure, ratio
 
@@ -32,9 +30,13 @@ APART = ("memory", "telemetry", "long_context")
 """Modules with measurements of their own kind, and with options of their own."""
 
 PAIRS = (
-    ("lsgpt", "gpt2"),
-    ("lsgpt", "gpt2-gelu"),
     ("lsgpt", "mhsa"),
+    ("lsgpt", "gpt2"),
+    ("mhsa", "gpt2"),
+    ("lsgpt-no-logits", "mhsa"),
+    ("lsgpt-no-logits", "gpt2"),
+    ("lsgpt-no-logits", "lsgpt"),
+    ("lsgpt", "gpt2-gelu"),
     ("lsgpt", "limit"),
     ("limit", "gpt2"),
     ("limit", "mhsa"),
@@ -42,9 +44,9 @@ PAIRS = (
 )
 """Families whose times are compared, the fastest peer of each."""
 
-FAMILIES = tuple(dict.fromkeys(family for pair in PAIRS for family in pair))
+QUICK_LENGTHS = (2048,)
 
-QUICK_LENGTHS = (512, 2048)
+QUICK_FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2")
 
 TRAIN_LIMIT = 8192
 """Longest training step that the suite runs on a CPU by itself: the logits of longer ones fill the memory."""
@@ -60,8 +62,6 @@ SHAPE_FIELDS = (
 )
 """What the results say about the model."""
 
-OUTPUT = Path("runs") / "bench"
-
 
 def run(
     name: str,
@@ -70,7 +70,7 @@ def run(
     min_rounds: int = 3,
     judged: bool = False,
     rates: tuple[float, float] | None = None,
-    families: tuple[str, ...] = FAMILIES,
+    families: tuple[str, ...] = tuple(FAMILIES),
 ) -> dict:
     """
     One benchmark at one shape.
@@ -81,7 +81,7 @@ def run(
         budget, min_rounds: As of `measure`.
         judged: Whether the shape is the one that the targets are for.
         rates: Those of the device, for the floor.
-        families: Those of `FAMILIES` to time; the gates are for all.
+        families: Those of `FAMILIES` to time besides `BASELINES`; the gates are for all.
 
     Returns:
         The figures; what takes time is in seconds, for decoding per token.
@@ -96,7 +96,11 @@ def run(
         benchmark = BENCHMARKS[name](shape)
         for gate in benchmark.gates:
             gate()
-        peers = {peer: make for peer, make in benchmark.peers.items() if peer.split(maxsplit=1)[0] in families}
+        peers = {
+            peer: make
+            for peer, make in benchmark.peers.items()
+            if peer.split(maxsplit=1)[0] in (*BASELINES, *families)
+        }
         times = measure(peers, shape.device, budget, min_rounds)
     seconds = {peer: [x / benchmark.repeats for x in rounds] for peer, rounds in times.items()}
     row = {
@@ -133,22 +137,24 @@ def compare_peers(
         names = [fastest(seconds, family) for family in pair]
         if None not in names:
             add(name, pair, names, ratio(*(seconds[peer] for peer in names)))
-    if cache_bytes:
-        share = cache_bytes["lsgpt"] / cache_bytes["gpt2"]
-        add("cache", ("lsgpt", "gpt2"), ["lsgpt", "gpt2"], {"median": share, "low": share, "high": share})
+    for other in ("mhsa", "gpt2") if cache_bytes else ():
+        share = cache_bytes["lsgpt"] / cache_bytes[other]
+        add("cache", ("lsgpt", other), ["lsgpt", other], {"median": share, "low": share, "high": share})
     return ratios
 
 
 def print_row(row: dict):
     """Prints the times of all peers, and the ratios beside their targets."""
-    print(f"  {row['gates']} gates passed, {len(next(iter(row['seconds'].values())))} rounds")
+    rounds = len(next(iter(row["seconds"].values())))
+    print(f"  {row['gates']} checks against a dense reference passed; {rounds} round{'s' if rounds > 1 else ''}")
     times = {peer: statistics.median(seconds) for peer, seconds in row["seconds"].items()}
     times |= {f"floor of {family}": seconds for family, seconds in row.get("floor_seconds", {}).items()}
     for peer, seconds in times.items():
         print(f"  {peer:<26}{1000 * seconds:12.2f} ms")
     for peer, reason in row["skipped"].items():
         print(f"  {peer:<26}skipped: {reason}")
-    print(f"  {'ratio':<48}{'median':>8}{'low to high':>20}  target")
+    judged = any(x["target"] is not None for x in row["ratios"])
+    print(f"  {'ratio of times':<48}{'median':>8}{'low to high':>20}{'  target (at most)' if judged else ''}")
     for x in row["ratios"]:
         what = " / ".join(x["peers"]) + (", bytes of cache" if x["benchmark"] == "cache" else "")
         verdict = "" if x["target"] is None else f"{x['target']:.3f} {'met' if x['met'] else 'MISSED'}"
@@ -156,29 +162,35 @@ def print_row(row: dict):
         print(f"  {what:<48}{x['median']:8.3f}{spread:>20}  {verdict}", flush=True)
 
 
+def print_summary(rows: list[dict]):
+    """Prints what LSGPT takes as a share of the baselines, each benchmark and length in a line."""
+    columns = {"mhsa": "multi-head attention", "gpt2": "GPT-2"}
+    print("\nShare of what others take: 0.5 is half, below 1 LSGPT is better.")
+    print(f"  {'':<36}{'tokens':>8}{'':4}" + "".join(f"{title:<24}" for title in columns.values()))
+    for row in rows:
+        shares = {(x["benchmark"], *x["families"]): f"{x['median']:.2f}" for x in row["ratios"]}
+        lines = {row["benchmark"]: (row["benchmark"], "lsgpt")}
+        if row["benchmark"] == "train":
+            lines = {"train, logits on both sides": ("train", "lsgpt")}
+            lines["train, LSGPT without logits"] = ("train", "lsgpt-no-logits")
+        if "cache_bytes" in row:
+            lines["bytes of the cache"] = ("cache", "lsgpt")
+        for title, key in lines.items():
+            found = [shares.get((*key, baseline), "-") for baseline in columns]
+            if set(found) != {"-"}:  # the family has been timed
+                print(f"  {title:<36}{row['length']:>8,}{'':4}" + "".join(f"{share:<24}" for share in found))
+
+
 def save(result: dict, folder: Path, stem: str):
-    """Writes `STEM.json` and a plot of ratios over lengths for each benchmark, `STEM-BENCHMARK.png`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    """
+    Writes `STEM.json` and, for each benchmark with more than one length, a plot of ratios over lengths,
+    `STEM-BENCHMARK.png`.
+    """
+    write_result(folder / f"{stem}.json", result)
     for name in dict.fromkeys(row["benchmark"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["benchmark"] == name]
-        baseline = "mhsa" if name == "attention" or result["settings"]["device"] == "cuda" else "gpt2"
-        curves = {}
-        for row in sorted(rows, key=lambda row: row["length"]):
-            for x in row["ratios"]:
-                family, other = x["families"]
-                if other == baseline:
-                    label = "cache" if x["benchmark"] == "cache" else family
-                    curves.setdefault(label, []).append((row["length"], x["median"]))
-                    if x["target"] is not None:
-                        curves.setdefault(f"target of {label}", []).append((row["length"], x["target"]))
-        plot_curves(
-            folder / f"{stem}-{name}.png",
-            {label: [curve] for label, curve in curves.items()},
-            "tokens",
-            f"{name}, ratio to {baseline}",
-            log_x=True,
-        )
+        if len(rows) > 1:
+            plot_ratios(folder / f"{stem}-{name}.png", name, rows)
 
 
 def main(arguments: list[str]):
@@ -201,7 +213,9 @@ def main(arguments: list[str]):
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all of them")
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens; default: those of the targets")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="a first look: one layer, short lengths, few rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a first look in about a minute: one layer, 2,048 tokens, few rounds"
+    )
     parser.add_argument("--preset", default="gpt2-small", help="the model's shape; default: %(default)s")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; with --quick sdpa")
     parser.add_argument(
@@ -210,7 +224,12 @@ def main(arguments: list[str]):
         help="seconds for a benchmark at a length, beyond the least number of rounds; default: 120, with --quick 3",
     )
     parser.add_argument("--rounds", type=int, help="least number of rounds; default: 3, with --quick 2")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=FAMILIES,
+        help=f"what to time besides {' and '.join(BASELINES)}; default: all, with --quick {', '.join(QUICK_FAMILIES)}",
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="default: %(default)s")
     options = parser.parse_args(arguments)
     for name in options.names:
@@ -233,15 +252,14 @@ def main(arguments: list[str]):
         layers = config.num_hidden_layers
         config = load_preset(options.preset, num_hidden_layers=1, vocab_size=config.vocab_size // layers)
         stem += "-quick"
-        print(f"A first look, with 1 layer of {layers}: the ratios are about those of the whole model.")
+        print(f"A first look, with 1 layer of {layers}: the ratios are only about those of the whole model.")
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    families = options.families or (QUICK_FAMILIES if options.quick else tuple(FAMILIES))
     budget = options.budget if options.budget is not None else 3.0 if options.quick else 120.0
     rates = measure_rates(device, dtype) if device == "cuda" else None
-    result = {
-        "command": shlex.join(["lsgpt", "bench", *arguments]),
-        "machine": describe_environment(),
+    result = begin_result(*arguments) | {
         "settings": {
             "preset": options.preset,
             "device": device,
@@ -253,20 +271,37 @@ def main(arguments: list[str]):
         "rates": rates,
         "rows": [],
     }
+    explain(families, device)
     for name in options.names or BENCHMARKS:
         for length in lengths:
             if not options.lengths and (device, name) == ("cpu", "train") and length > TRAIN_LIMIT:
                 continue
             batch_size = 1 if device == "cpu" else 16 if name == "decode" else max(1, 16384 // length)
             shape = Shape(config, length, batch_size, device, dtype, tuple(dict.fromkeys(("sdpa", *engines))))
-            judged = options.preset == "gpt2-small"
+            judged = options.preset == "gpt2-small" and not options.quick
             print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
             rounds = options.rounds or (2 if options.quick else 3)
-            row = run(name, shape, budget, rounds, judged, rates, tuple(options.families))
+            row = run(name, shape, budget, rounds, judged, rates, families)
             print_row(row)
             result["rows"].append(row)
             save(result, options.output, stem)
 
+    print_summary(result["rows"])
     verdicts = [x["met"] for row in result["rows"] for x in row["ratios"] if x["met"] is not None]
-    print(f"\n{sum(verdicts)} of {len(verdicts)} targets met" if verdicts else "\nno targets for this shape")
-    print(f"saved in {options.output / stem}.json, with plots beside it")
+    if verdicts:
+        machine = "an H200" if device == "cuda" else "2 CPU cores"
+        print(f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; others may miss them)")
+    print(f"\nsaved in {options.output / stem}.json, with plots beside it where there are several lengths")
+
+
+def explain(families: tuple[str, ...], device: str):
+    """Prints what the names and numbers mean."""
+    print("\nWhat is timed, each on its engines:")
+    for family, description in FAMILIES.items():
+        if family in (*BASELINES, *families) and (family != "telemetry" or device == "cuda"):
+            print(f"  {family:<16}{description}")
+    print(
+        "All are checked first, then timed in turn, round by round. `a / b` is the time of a as a share of the time\n"
+        "of b: the median over the rounds, the lowest and the highest.",
+        flush=True,
+    )

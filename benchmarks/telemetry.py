@@ -1,11 +1,10 @@
-"""What `LogitTelemetryCallback` costs in training, on the CPU: `python -m lsgpt.benchmarks.telemetry`.
+"""What `LogitTelemetryCallback` costs in training, on the CPU: `lsgpt bench telemetry`.
 
 `Trainer` runs on the same random tokens, with and without the callback in turn. Before anything is timed, the logged
 maxima are compared with those over full score matrices, and the losses with and without the callback bit by bit.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,10 +18,10 @@ from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import LOCAL
 from lsgpt.training import LogitTelemetryCallback
-from lsgpt.training.report import describe_environment
+
+from .record import OUTPUT, begin_result, write_result
 
 
-RESULTS = Path(__file__).parent / "results" / "telemetry.json"
 LIMIT = 1.03
 """Largest acceptable ratio of training times, with the callback to without."""
 
@@ -168,9 +167,9 @@ def summarize(rounds: list[dict], every_n_steps: int) -> dict:
     }
 
 
-def main(arguments: list[str] | None = None):
+def main(arguments: list[str]):
     """Checks, measures every round, prints the times and ratios and writes them to a JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lsgpt bench telemetry", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each training")
     parser.add_argument("--rounds", type=int, default=3, help="trainings without and with the callback")
     parser.add_argument("--batch_size", type=int, default=1)
@@ -178,12 +177,13 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--every_n_steps", type=int, default=50, help="the callback's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--preset", default="paper-v1")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT / "telemetry.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
     if not 2 <= options.every_n_steps <= options.steps:
         parser.error(f"--every_n_steps must be between 2 and --steps ({options.steps}); got {options.every_n_steps}")
     torch.set_num_threads(options.threads)
 
+    result = begin_result("telemetry", *arguments)
     check(options)
     rounds = []
     print(f"{'round':>5} {'without':>10} {'with':>10} {'ratio':>8}")
@@ -207,18 +207,6 @@ def main(arguments: list[str] | None = None):
     )
 
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    result = {
-        "command": " ".join(
-            ["python -m lsgpt.benchmarks.telemetry", *(f"--{name} {value}" for name, value in settings.items())]
-        ),
-        "settings": {**settings, "engine": "sdpa", "dtype": "float32"},
-        "machine": describe_environment(),
-        **summary,
-        "rounds": rounds,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    result["settings"] = {**settings, "engine": "sdpa", "dtype": "float32"}
+    write_result(options.output, result | summary | {"rounds": rounds})
+    print(f"saved in {options.output}")

@@ -1,4 +1,4 @@
-"""Training: forward pass with labels, backward pass and AdamW step.
+"""Training: forward pass with labels, backward pass and AdamW step. All families but `lsgpt-no-logits` compute logits.
 
 On CUDA the family `telemetry` is timed too: `lsgpt` on each engine with every head's largest logit measured on each
 step.
@@ -10,7 +10,7 @@ import torch
 
 from lsgpt.modeling_lsgpt import MaxLogits
 
-from .gate import check_peer
+from .gate import check_model, check_peer
 from .peers import Benchmark, Peer, Shape, build_models
 from .prefill import is_ours
 
@@ -37,6 +37,12 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
         logits.stop()
 
     gates = [partial(check_peer, name, peer, shape, "train") for name, peer in peers.items() if is_ours(name)]
+    # Their attention is that of `lsgpt`; their loss is another one.
+    gates += [
+        partial(check_model, name, peer, shape, "train")
+        for name, peer in peers.items()
+        if name.startswith("lsgpt-no-logits ")
+    ]
     runs = {
         name: partial(partial, step, peer, own if name.startswith("gpt2") else shared) for name, peer in peers.items()
     }

@@ -10,10 +10,10 @@ from PIL import Image
 from transformers import modeling_utils
 
 import lsgpt_cli
-from lsgpt.benchmarks import attention, decode, floor, gate, peers, prefill, suite, timing, train
+from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, timing, train
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
-from lsgpt.modeling_lsgpt import attention_lsgpt
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM, attention_lsgpt
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -35,18 +35,19 @@ def test_command(tmp_path, capsys):
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
     assert result["command"].startswith("lsgpt bench --preset demo")
-    assert result["machine"].keys() >= {"hardware", "system", "Python", "torch", "transformers"}
+    assert result["environment"].keys() >= {"hardware", "system", "Python", "commit", "torch", "transformers"}
     assert result["model"]["num_global_heads"] == 1
 
     names = ["attention", "prefill", "decode", "train"]
     assert [(row["benchmark"], row["length"]) for row in result["rows"]] == [(x, n) for x in names for n in (40, 130)]
     for row in result["rows"]:
         ours = {"lsgpt sdpa", "mhsa sdpa", "mhsa eager", "limit sdpa"}
-        assert row["seconds"].keys() == ours | (
-            set() if row["benchmark"] == "attention" else {"gpt2 sdpa", "gpt2-gelu sdpa"}
-        )
+        gpt2 = {"gpt2 sdpa", "gpt2-gelu sdpa"}
+        others = {"attention": set(), "train": gpt2 | {"lsgpt-no-logits sdpa"}}.get(row["benchmark"], gpt2)
+        assert row["seconds"].keys() == ours | others
+        assert ("lsgpt", "mhsa") in {tuple(x["families"]) for x in row["ratios"]}
         assert row["skipped"].keys() == {"lsgpt flash_attention_2", "mhsa flash_attention_2"}
-        assert row["gates"] == (6 if row["benchmark"] == "decode" else 3)
+        assert row["gates"] == {"decode": 6, "train": 4}.get(row["benchmark"], 3)
         assert all(len(seconds) == 3 for seconds in row["seconds"].values())
         for x in row["ratios"]:
             if x["benchmark"] == "cache":
@@ -61,6 +62,91 @@ def test_command(tmp_path, capsys):
     a_token = 2 * 2 * 24 * 4  # layers, key and value, head_dim, bytes
     assert caches[130] == {"lsgpt": a_token * (130 + 5 * 49), "mhsa": a_token * 6 * 130, "gpt2": a_token * 6 * 130}
     assert caches[40]["lsgpt"] == caches[40]["gpt2"]
+
+
+def test_quick_look_explains_itself_and_judges_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(suite, "QUICK_LENGTHS", (40,))
+    monkeypatch.setattr(suite, "LENGTHS", (40,))
+    monkeypatch.setitem(suite.TARGETS, ("cpu", "attention", "lsgpt", "mhsa"), {40: 0.0})
+    smaller = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6}
+    monkeypatch.setattr(suite, "load_preset", lambda name, **fields: load_preset(name, **{**fields, **smaller}))
+    monkeypatch.setattr("sys.argv", ["lsgpt"])
+    command = ["bench", "attention", "train", "--device", "cpu", "--budget", "0", "--output", str(tmp_path)]
+    assert lsgpt_cli.main([*command, "--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert "target" not in printed.lower() and "MISSED" not in printed
+    for family in suite.QUICK_FAMILIES:
+        assert peers.FAMILIES[family] in printed
+    assert "bound" not in printed and "GPT-2's own" not in printed  # they are not timed
+    lines = [line.split() for line in printed.splitlines() if line.startswith("  train, ")]
+    assert [line[:-3] for line in lines] == [
+        x.split() for x in ("train, logits on both sides", "train, LSGPT without logits")
+    ]
+    row = json.loads((tmp_path / "bench-cpu-quick.json").read_text(encoding="utf-8"))["rows"][1]
+    shares = {tuple(x["families"]): f"{x['median']:.2f}" for x in row["ratios"]}
+    for line, family in zip(lines, ("lsgpt", "lsgpt-no-logits")):
+        assert line[-3:] == ["40", shares[family, "mhsa"], shares[family, "gpt2"]]
+
+    assert lsgpt_cli.main([*command[:2], *command[3:], "--engines", "sdpa"]) == 0
+    assert "0.000 MISSED" in capsys.readouterr().out
+
+
+def test_plots_show_words_and_measured_lengths(tmp_path, monkeypatch):
+    figures = []
+    save = plots.Figure.savefig
+    monkeypatch.setattr(
+        plots.Figure,
+        "savefig",
+        lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options),
+    )
+    seconds = {"lsgpt sdpa": [1.0], "mhsa sdpa": [2.0], "gpt2 sdpa": [4.0], "limit sdpa": [0.9]}
+    shape = Shape(load_preset("gpt2-small"), 2048)
+    rows = [
+        {
+            "length": length,
+            "ratios": suite.compare_peers("prefill", shape._replace(length=length), seconds, {}, judged=True),
+        }
+        for length in (2048, 8192)
+    ]
+    plots.plot_ratios(tmp_path / "plot.png", "prefill", rows)
+    multi_head, gpt2 = figures[0].axes
+    for axes in (multi_head, gpt2):
+        assert list(axes.get_xticks()) == [2048, 8192]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["2,048", "8,192"]
+        assert not len(axes.get_xticks(minor=True))
+    assert gpt2.get_title() == "Transformers' GPT-2 = 1"
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "target: LSGPT, at most this" in texts and "multi-head attention in the same code" in texts
+    assert not {"lsgpt", "limit", "mhsa", "target of lsgpt"} & set(texts)
+    lines = {line.get_label(): list(line.get_ydata()) for line in gpt2.lines}
+    assert (lines["LSGPT"], lines["target: LSGPT, at most this"]) == ([0.25, 0.25], [0.88, 0.66])
+
+
+@pytest.mark.parametrize(
+    ("error", "skipped"),
+    [
+        (TypeError("attend() got an unexpected keyword argument 'scale'"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("`attention_mask` must have 2 dimensions"), False),
+        (KeyError("attn_implementation="), False),
+        (ValueError('no backward pass on the CPU; train with attn_implementation="sdpa"'), True),
+        (RuntimeError("No available kernel. Aborting execution."), True),
+        (ImportError("FlashAttention is not installed"), True),
+        (NotImplementedError("for the device"), True),
+    ],
+)
+def test_only_what_is_missing_here_is_skipped(error, skipped):
+    def fail(peer):
+        raise error
+
+    found = peers.Peers()
+    if skipped:
+        found.add("lsgpt other", object, fail)
+        assert found.skipped == {"lsgpt other": str(error)} and not found
+    else:
+        with pytest.raises(RuntimeError, match="lsgpt other fails in a small trial with") as caught:
+            found.add("lsgpt other", object, fail)
+        assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -136,8 +222,14 @@ def test_ratios_of_given_times():
     assert [(x["target"], x["met"]) for x in on_cuda if x["families"] == ("lsgpt", "mhsa")] == [(0.95, True)]
     assert not any(x["target"] for x in suite.compare_peers("prefill", shape, seconds, {}, judged=False))
 
-    cache = suite.compare_peers("decode", shape, {}, {"lsgpt": 129, "gpt2": 1000}, judged=True)
-    assert [(x["median"], x["target"], x["met"]) for x in cache] == [(0.129, 0.128, False)]
+    cache = suite.compare_peers("decode", shape, {}, {"lsgpt": 129, "mhsa": 500, "gpt2": 1000}, judged=True)
+    assert [(x["median"], x["target"], x["met"]) for x in cache] == [(0.258, None, None), (0.129, 0.128, False)]
+
+    seconds = {"lsgpt sdpa": [4.0], "lsgpt-no-logits sdpa": [3.0], "mhsa sdpa": [5.0], "gpt2 sdpa": [4.0]}
+    found = {x["families"]: x for x in suite.compare_peers("train", shape, seconds, {}, judged=True)}
+    assert (found["lsgpt", "gpt2"]["median"], found["lsgpt", "gpt2"]["target"]) == (1.0, None)
+    assert (found["lsgpt-no-logits", "gpt2"]["median"], found["lsgpt-no-logits", "gpt2"]["target"]) == (0.75, 0.78)
+    assert (found["lsgpt", "mhsa"]["median"], found["mhsa", "gpt2"]["median"]) == (0.8, 1.25)
 
 
 def narrow_window(query, key, value, blocked_mask, *args):
@@ -228,9 +320,10 @@ def test_nothing_is_timed_before_the_gates(shape, monkeypatch):
 
 
 def test_families_and_rounds_can_be_fewer(shape):
-    row = suite.run("prefill", shape, budget=0.0, min_rounds=1, families=("lsgpt", "limit"))
-    assert {peer: len(seconds) for peer, seconds in row["seconds"].items()} == {"lsgpt sdpa": 1, "limit sdpa": 1}
-    assert [x["families"] for x in row["ratios"]] == [("lsgpt", "limit")]
+    row = suite.run("prefill", shape, budget=0.0, min_rounds=1, families=("limit",))
+    # `lsgpt` never stands without the same code with all heads global.
+    assert {peer: len(x) for peer, x in row["seconds"].items()} == {"lsgpt sdpa": 1, "mhsa sdpa": 1, "limit sdpa": 1}
+    assert [x["families"] for x in row["ratios"]] == [("lsgpt", "mhsa"), ("lsgpt", "limit"), ("limit", "mhsa")]
 
 
 def test_limit_leaves_local_attention_out(shape):
@@ -281,6 +374,25 @@ def test_compiled_decoding_passes_the_gate(shape, monkeypatch):
     for prepare in benchmark.peers.values():
         prepare()()
     assert set(lengths) == {75}  # every round starts from the prompt, though static caches have grown in the gates
+
+
+def test_logits_are_on_both_sides(shape, monkeypatch):
+    shape, models = peers.build_models(shape, "train")
+    ids = shape.token_ids()
+    with_logits = {name for name, peer in models.items() if peer(input_ids=ids, labels=ids).logits is not None}
+    assert models.keys() - with_logits == {"lsgpt-no-logits sdpa"}
+    assert models["lsgpt-no-logits sdpa"].model is models["lsgpt sdpa"].model
+
+    def wrong_loss(model, *args, skip_logits=False, **kwargs):
+        output = forward(model, *args, skip_logits=skip_logits, **kwargs)
+        if skip_logits:
+            output.loss = output.loss * 1.001
+        return output
+
+    forward = LSGPTForCausalLM.forward
+    monkeypatch.setattr(LSGPTForCausalLM, "forward", wrong_loss)
+    with pytest.raises(RuntimeError, match="lsgpt-no-logits sdpa, loss of 75 tokens: wrong by"):
+        check(train.prepare(shape))
 
 
 def test_telemetry_is_timed_as_a_training_step(shape):

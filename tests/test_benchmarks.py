@@ -1,10 +1,15 @@
 """Benchmarks run, at a size that takes seconds, and refuse to time what does not compute the right thing."""
 
 import json
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from lsgpt.benchmarks import long_context, memory, telemetry
+from lsgpt.benchmarks import long_context, memory, record, telemetry
+from lsgpt.training import report
 from lsgpt.training.telemetry import summarize_max_logits
 
 
@@ -18,6 +23,8 @@ def test_telemetry(tmp_path, capsys):
     ratios = [sum(row["seconds_with"]) / sum(row["seconds_without"]) for row in result["rounds"]]
     assert result["ratios"] == pytest.approx(ratios)
     assert result["settings"]["every_n_steps"] == 2
+    assert result["command"].startswith("lsgpt bench telemetry --preset demo")
+    assert result["environment"]["commit"]
     printed = capsys.readouterr().out
     assert printed.startswith("checked: 5 maxima")
     assert f"median {result['median_ratio']:.4f}" in printed
@@ -56,12 +63,65 @@ def test_telemetry_that_changes_the_training_is_not_timed(tmp_path, monkeypatch)
     assert not (tmp_path / "results.json").exists()
 
 
-def test_memory_and_long_context(tmp_path, capsys):
-    memory.main(["--growth_lengths", "64", "--lengths", "--output", str(tmp_path / "memory.json")])
-    lengths = ["--length", "300", "--local_length", "1000", "--chunk_length", "256"]
-    long_context.main([*lengths, "--output", str(tmp_path / "long.json")])
-    assert "local-only" in capsys.readouterr().out
-    whole, local = json.loads((tmp_path / "long.json").read_text(encoding="utf-8"))["rows"]
+def test_results_name_the_commit(tmp_path, monkeypatch):
+    clone = tmp_path / "clone"
+    (clone / "training").mkdir(parents=True)
+    shutil.copy(report.__file__, clone / "training")
+    monkeypatch.setattr(report, "__file__", str(clone / "training" / "report.py"))
+    # An installed package has no commit, not even inside another project's clone.
+    git(tmp_path, "init")
+    assert record.begin_result("memory")["environment"]["commit"] == "none: the installed package, version 0.1.0"
+
+    git(clone, "init")
+    git(clone, "add", ".")
+    git(clone, "-c", "user.name=A", "-c", "user.email=a@example.com", "commit", "-m", "first")
+    commit = git(clone, "rev-parse", "HEAD")
+    result = record.begin_result("memory", "--lengths", "8 9")
+    assert result["command"] == "lsgpt bench memory --lengths '8 9'"
+    assert result["environment"]["commit"] == commit
+    (clone / "training" / "report.py").write_text("changed")
+    assert report.describe_environment()["commit"] == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert report.describe_environment()["commit"].startswith("unknown")
+
+
+def test_page_shows_the_committed_results():
+    docs = Path(__file__).parents[1] / "docs"
+    script = runpy.run_path(str(docs / "fill_measurements.py"))
+    page = (docs / "measurements.md").read_text(encoding="utf-8")
+    assert page.count("<!-- table: ") == page.count("<!-- end -->") == len(script["TABLES"])
+    assert script["fill"](page) == page, "run `python docs/fill_measurements.py`"
+
+
+def git(folder, *arguments):
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
+    # Without `--output`, results are written where the command runs, and not into the package.
+    monkeypatch.chdir(tmp_path)
+    memory.main(["--growth_lengths", "64", "--lengths", "256", "--preset", "demo"])
+    lengths = ["--length", "300", "--local_length", "1000", "--chunk_length", "256", "--mhsa_length", "100"]
+    long_context.main(lengths)
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "runs" / "bench" / "memory.json").read_text(encoding="utf-8"))
+    assert result["environment"]["commit"] and result["command"].startswith("lsgpt bench memory --growth_lengths 64")
+    assert {(row["model"], row["tokens"]) for row in result["rows"]} == {
+        *((name, 64) for name in memory.GROWTH),
+        *((name, 256) for name in memory.FAMILIES),
+    }
+    peaks = {row["model"]: row["peak_bytes"] for row in result["rows"]}
+    shares = {tuple(x["families"]): x["share"] for x in result["ratios"]}
+    # With logits on both sides, and without them on ours.
+    assert {("lsgpt", "mhsa"), ("lsgpt", "gpt2"), ("lsgpt-no-logits", "gpt2")} <= shares.keys()
+    for (one, other), share in shares.items():
+        assert share == pytest.approx(peaks[one] / peaks[other])
+        assert f"{one} / {other}" in printed
+    result = json.loads((tmp_path / "runs" / "bench" / "long_context.json").read_text(encoding="utf-8"))
+    assert result["environment"]["commit"]
+    mhsa, same_length, whole, local = result["rows"]
+    assert mhsa["cache_bytes"] == 2 * 6 * 6 * 100 * 32 * 4 and same_length["tokens"] == 100
     # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
     assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
     assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4

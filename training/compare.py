@@ -166,7 +166,9 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
         arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
         for arm, runs in results.items()
     }
-    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    environment = describe_environment()
+    text = json.dumps({"environment": environment, "arms": summary}, indent=2)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
 
     step, loss = "optimizer step", "cross-entropy (nats per token)"
     plots = []
@@ -222,7 +224,7 @@ seeds whose run finished; the largest logit is that of all measured steps; speed
 
 ## Environment
 
-{table(describe_environment())}
+{table(environment)}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets"
 
 
 def describe_environment() -> dict[str, str]:
-    """Hardware and software versions."""
+    """Hardware, software versions, and the commit of this project's code: what every file of results carries."""
     hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used"
     if hasattr(os, "sysconf"):
         hardware += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
@@ -31,7 +32,23 @@ def describe_environment() -> dict[str, str]:
         name = torch.cuda.get_device_name()
         hardware = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, CUDA {torch.version.cuda}; {hardware}"
     versions = {name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES}
-    return {"hardware": hardware, "system": platform.system(), "Python": platform.python_version(), **versions}
+    system = {"system": platform.system(), "Python": platform.python_version()}
+    return {"hardware": hardware, **system, "commit": describe_commit(), **versions}
+
+
+def describe_commit() -> str:
+    """
+    The commit of the clone that this code runs from, with `-dirty` where tracked files differ from it; of an installed
+    package that it has none, and its version.
+    """
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():  # looked for here alone: an environment may lie inside another project's clone
+        return f"none: the installed package, version {importlib.metadata.version('lsgpt')}"
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: git cannot read the clone"
 
 
 def _processor() -> str:

@@ -89,6 +89,8 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     assert report == folder.relative_to(tmp_path) / "report.md"
     assert (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns == finished_at
     results = json.loads((folder / "results.json").read_text())
+    assert results["environment"]["commit"]
+    results = results["arms"]
     assert [run["step"] for run in results["ls"]] == [6, 6]
     assert all(run["status"].startswith("diverged at step") for run in results["wild"])
     text = report.read_text()
