@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM, attention_layers
-from lsgpt.modeling_lsgpt.attention_lsgpt import attention_weights
+from lsgpt.modeling_lsgpt.engines_lsgpt import eager_attention_weights
 
 
 BALANCES = ("layer", "overall")
@@ -55,10 +55,12 @@ def with_global_heads(model: LSGPTForCausalLM, global_heads: Sequence[Sequence[i
             )
         order = torch.tensor([*chosen, *(head for head in range(num_heads) if head not in chosen)])
         prefix = f"model.layers.{layer}.self_attn."
-        for name in [name for name in weights if name.startswith(prefix) and name != f"{prefix}o_proj.bias"]:
-            dim = 1 if "o_proj" in name else 0
-            heads = weights[name].unflatten(dim, (num_heads, config.head_dim))
-            weights[name] = heads.index_select(dim, order.to(heads.device)).flatten(dim, dim + 1)
+        # Norms of queries and keys are the same for all heads, and so is the bias of the output projection.
+        projections = {f"{x}_proj.{kind}": 0 for x in "qkv" for kind in ("weight", "bias")} | {"o_proj.weight": 1}
+        for name, dim in projections.items():
+            if prefix + name in weights:
+                heads = weights[prefix + name].unflatten(dim, (num_heads, config.head_dim))
+                weights[prefix + name] = heads.index_select(dim, order.to(heads.device)).flatten(dim, dim + 1)
     counts = [len(chosen) for chosen in global_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
@@ -88,19 +90,20 @@ def measure_locality(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
     totals = torch.zeros(len(layers), model.config.num_attention_heads, dtype=torch.float64)
 
     def adder(total: torch.Tensor):
-        def add(group, inputs):
-            query, key = inputs[:2]
-            position = torch.arange(key.shape[2], device=key.device)
+        def add(layer, args, kwargs):
+            # What the layer is about to compute, on whatever engine.
+            heads = layer.project(*args, kwargs["position_embeddings"])
+            position = torch.arange(heads.key.shape[2], device=heads.key.device)
             for rows in position[window:].split(QUERIES_AT_ONCE):
                 is_past, is_hidden = position <= rows[:, None], position <= rows[:, None] - window
-                weights = attention_weights(
-                    group, query[:, :, rows], key, is_past[None, None], group.scaling, softcap=group.softcap
-                )
+                weights = eager_attention_weights(heads._replace(query=heads.query[:, :, rows]), is_past[None, None])
                 total.add_(weights.masked_fill(is_hidden, 0.0).double().sum((0, 2, 3)).cpu())
 
         return add
 
-    handles = [layer.head_groups[0].register_forward_pre_hook(adder(total)) for layer, total in zip(layers, totals)]
+    handles = [
+        layer.register_forward_pre_hook(adder(total), with_kwargs=True) for layer, total in zip(layers, totals)
+    ]
     num_queries = 0
     try:
         for block in tqdm(blocks, desc="Measuring heads", leave=False):

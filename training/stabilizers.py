@@ -98,8 +98,7 @@ def attend_in_float32(model: nn.Module):
         ValueError: `model` is no LSGPT model.
     """
     for layer in attention_layers(model):
-        for group in layer.head_groups:
-            group.in_float32 = True
+        layer.in_float32 = True
 
 
 def adagc_optimizer(args: TrainingArguments, lambda_rel: float = STABILIZERS["adagc"].default) -> tuple[type, dict]:

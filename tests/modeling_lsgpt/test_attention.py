@@ -243,7 +243,7 @@ def test_counts_per_layer(layer_idx):
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
-def test_nothing_flows_from_outside_the_window(engine):
+def test_nothing_flows_from_outside_the_window(engine, fresh_compiler):
     """Values that a query may not see get a gradient of exactly 0, and keys too; so do later tokens."""
     heads, length = (6, 2, 6), 80
     attention, config = build(heads, engine, torch.float32, head_dim=16)

@@ -183,7 +183,7 @@ def test_recipe_switches(text, tmp_path, name):
         "qk-clip": (telemetry[0].on_explosion, telemetry[0].threshold, telemetry[0].every_n_steps)
         == ("clip", 100.0, 1),
         "adagc": trainer.optimizer_cls_and_kwargs is not None and trainer.args.max_grad_norm == 0.0,
-        "fp32-attention": all(g.in_float32 for layer in model.model.layers for g in layer.self_attn.head_groups),
+        "fp32-attention": all(layer.self_attn.in_float32 for layer in model.model.layers),
     }
     assert {other for other, has in found.items() if has} == ({name} if name else set())
     assert (telemetry[0].threshold, telemetry[0].log_every_n_steps) == (100.0, 50)
