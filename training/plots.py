@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -120,8 +121,8 @@ def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig 
     low, high = (shown.min(), shown.max()) if shown.size else (0.1, 1.0)
     high = max(high, low * 1.001)
     cells = np.ma.masked_invalid(np.maximum(values, low))
-    image = axes.imshow(cells, aspect="auto", norm="log", vmin=low, vmax=high)
-    image.cmap.set_bad("lightgrey")
+    colors = colormaps["viridis"].with_extremes(bad="lightgrey")
+    image = axes.imshow(cells, aspect="auto", cmap=colors, norm="log", vmin=low, vmax=high)
     if layers * heads <= 200:
         for (layer, head), value in np.ndenumerate(values):
             shade = math.log(max(value, low) / low) / math.log(high / low) if math.isfinite(value) else 1.0
@@ -130,7 +131,7 @@ def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig 
     if config is not None:
         for layer, count in enumerate(config.num_global_heads_per_layer):
             axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
-        axes.set_title("global heads | local heads", fontsize=10)
+        axes.set_title("left of the red line: global heads; right of it: local heads", fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(24, integer=True))
     axes.set_xlabel("head")
