@@ -95,7 +95,8 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = any_process(self._is_pending, args.device)
         if self.was_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
-            control.should_save = control.should_training_stop = True
+            # Logged, because a checkpoint does not hold the losses since the last log.
+            control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
         self._is_pending = True
@@ -138,7 +139,8 @@ class StopOnBadLossCallback(TrainerCallback):
 
     The weights stay those of the last good step, and a checkpoint of them is saved. The message names the step and the
     first layer with a NaN or an infinity in its output. The loss watched is the one that the model returns for its
-    labels; a `Trainer` that computes another one outside the model is left alone.
+    labels; a `Trainer` that computes another one outside the model is left alone. The bad loss is logged as it is:
+    during the training `logging_nan_inf_filter`, which would log 0 or the mean of the steps before, is off.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
@@ -150,11 +152,14 @@ class StopOnBadLossCallback(TrainerCallback):
         """The step that was not taken, where there was one."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
         self._hook = None
+        self._filters = True
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._filters, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
         self._hook = model.register_forward_hook(self._remember, with_kwargs=True)
 
     def on_train_end(self, args, state, control, **kwargs):
+        args.logging_nan_inf_filter = self._filters
         self._hook.remove()
         self._batches.clear()
 

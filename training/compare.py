@@ -1,6 +1,7 @@
 """Comparisons: every arm (a named set of recipe fields) with every seed, and one report."""
 
 import json
+import math
 import shutil
 import signal
 import statistics
@@ -17,10 +18,10 @@ from lsgpt.configuration import load_arms, suggest, with_unit
 from .arguments import Arguments, find_checkpoint, parse_arguments
 from .callbacks import read_metrics
 from .data import ALGORITHMS
-from .plots import average_in_bins, plot_curves
-from .report import describe_environment, points_of, table
+from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
+from .report import describe_environment, points_of, table, write_results
 from .stabilizers import read_stabilizers
-from .train import load_texts, make_tokenizer
+from .train import check_checkpoint, load_texts, make_tokenizer
 
 
 def compare(
@@ -124,7 +125,9 @@ def _run(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> dict:
         command += ["--seed", str(seed), "--output_dir", run_folder]
         command += ["--tokenizer", tokenizer] if tokenizer else []
         try:
-            command += ["--resume_from_checkpoint", find_checkpoint(run_folder)]
+            checkpoint = find_checkpoint(run_folder)
+            check_checkpoint(checkpoint)
+            command += ["--resume_from_checkpoint", checkpoint]
         except ValueError:  # nothing that could be gone on with
             shutil.rmtree(run_folder, ignore_errors=True)
         with log.open("a", encoding="utf-8") as file:
@@ -162,13 +165,14 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
         runs = [folder / arm / f"seed-{seed}" for seed in seeds]
         results[arm] = [json.loads((run / "results.json").read_text(encoding="utf-8")) for run in runs]
         logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
+        for run, metrics in zip(results[arm], logs[arm]):
+            if any("max_logit" in log and log["max_logit"] is None for log in metrics):
+                run["max_logit"] = math.inf  # JSON has no infinity; unmeasured logits are not in the log at all
     summary = {
         arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
         for arm, runs in results.items()
     }
-    environment = describe_environment()
-    text = json.dumps({"environment": environment, "arms": summary}, indent=2)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+    write_results(folder, {"environment": describe_environment(), "arms": summary})
 
     step, loss = "optimizer step", "cross-entropy (nats per token)"
     plots = []
@@ -189,13 +193,13 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
             {"log_y": True, "threshold": base["max_logit_threshold"]},
         ),
     ):
-        curves = {arm: [points_of(history, key) for history in histories] for arm, histories in logs.items()}
+        curves = {arm: [points_of(history, key, math.nan) for history in histories] for arm, histories in logs.items()}
         draw(file, title, curves, step, ylabel, **options)
     curves = {
         arm: [average_in_bins([float("nan") if x is None else x for x in run["loss_by_position"]]) for run in runs]
         for arm, runs in results.items()
     }
-    draw("loss_by_position.png", "Loss by position", curves, "tokens of context", loss, log_x=True)
+    draw("loss_by_position.png", "Loss by position", curves, CONTEXT_LABEL, loss, log_x=True)
 
     differences = {
         arm: {name: value for name, value in recipe.items() if value != base.get(name) and name != "run_name"}
@@ -235,7 +239,8 @@ def _results_table(results: dict[str, list[dict]]) -> str:
     columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
     rows = [columns, ["---"] * len(columns)]
     for arm, runs in results.items():
-        finished = [run for run in runs if run["status"] == "finished"]
+        # A run may diverge after its last measured loss: its perplexity is not a number then.
+        finished = [run for run in runs if run["status"] == "finished" and run["eval_perplexity"] is not None]
         rows.append(
             [
                 arm,
@@ -254,5 +259,7 @@ def _mean_and_deviation(runs: list[dict], key: str, digits: int) -> str:
     values = [run[key] for run in runs if run[key] is not None]
     if not values:
         return "-"
+    if not all(map(math.isfinite, values)):
+        return "not finite"
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"

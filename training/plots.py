@@ -1,12 +1,16 @@
 """Plots of training runs, as PNG files."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import colormaps
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
@@ -21,46 +25,83 @@ def plot_curves(
     threshold: float | None = None,
 ):
     """
-    Draws curves into one pair of axes.
+    Draws curves into one pair of axes. Points that have no place in it (NaN, infinity, and on a logarithmic axis what
+    is not positive) are crosses at its upper edge.
 
     Args:
         path: The PNG file to write.
         curves: For each label a list of curves of points `(x, y)`. They share a colour and an entry of the legend, as
             the seeds of an experiment do.
         xlabel, ylabel: What the axes show, with units.
-        log_x, log_y: Logarithmic axes.
+        log_x, log_y: Logarithmic axes. That of `x` has its ticks at powers of two; else `x` counts something.
         threshold: Height of a dashed line.
     """
     # A Figure of its own, without pyplot: no window, and the backend of the caller's plots stays as it is.
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    heights, missing = [threshold] if threshold is not None else [], False
     for number, (label, lines) in enumerate(curves.items()):
         for i, line in enumerate(line for line in lines if line):
-            style = {"marker": "o", "markersize": 3} if len(line) < 20 else {}
-            axes.plot(*zip(*line), color=f"C{number}", linewidth=1.2, label=None if i else label, **style)
+            shown = [(x, y) for x, y in line if math.isfinite(y) and not (log_y and y <= 0)]
+            lost = [x for x, y in line if not math.isfinite(y) or (log_y and y <= 0)]
+            style = {"marker": "o", "markersize": 3} if len(shown) < 20 else {}
+            x, y = zip(*shown) if shown else ((), ())
+            axes.plot(x, y, color=f"C{number}", linewidth=1.2, label=None if i else label, **style)
+            upper_edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            axes.plot(lost, [1.0] * len(lost), "x", color=f"C{number}", markersize=6, **upper_edge)
+            heights, missing = [*heights, *y], missing or bool(lost)
     if threshold is not None:
         axes.axhline(threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
+    if missing:
+        axes.plot([], [], "x", color="black", markersize=6, linestyle="none", label="not finite")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.set_xscale("log" if log_x else "linear")
-    axes.set_yscale("log" if log_y else "linear")
-    axes.grid(alpha=0.3, which="both")
+    if log_x:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(_NUMBER)
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    if log_y and heights:
+        axes.set_yscale("log")
+        _set_log_ticks(axes.yaxis, heights)
+    axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=150)
 
 
-def average_in_bins(loss_by_position: Sequence[float], num_bins: int = 40) -> list[tuple[float, float]]:
-    """Means over bins of positions that widen geometrically: `(context length in tokens, loss)`."""
+_NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
+
+
+def _set_log_ticks(axis: Axis, values: Sequence[float]):
+    """About five numbers in plain writing on a logarithmic axis, however little or much of it `values` cover."""
+    ratio = max(values) / min(values)
+    steps = (1, 2, 5) if ratio < 1e3 else (1,)
+    axis.set_major_locator(MaxNLocator(6) if ratio < 10 else LogLocator(subs=steps, numticks=10))
+    axis.set_major_formatter(_NUMBER)
+    axis.set_minor_locator(NullLocator())
+
+
+CONTEXT_LABEL = "tokens of context (means over 1, 2 to 3, 4 to 7, 8 to 15, ...)"
+"""What the bins of `average_in_bins` are, for the axis of a plot."""
+
+
+def average_in_bins(loss_by_position: Sequence[float]) -> list[tuple[float, float]]:
+    """
+    Means over positions 1, 2 to 3, 4 to 7, ... as `(context length in tokens, loss)`: a single position has the loss
+    of few tokens, and its noise would hide what more context does. NaNs are left out.
+    """
     losses = np.array(loss_by_position, dtype=float)
-    edges = np.unique(np.geomspace(1, len(losses) + 1, num_bins + 1).round().astype(int))
+    edges = [*(2**i for i in range(len(losses).bit_length())), len(losses) + 1]
     bins = [(np.arange(begin, end).mean(), losses[begin - 1 : end - 1]) for begin, end in pairwise(edges)]
-    return [(float(x), float(np.nanmean(part))) for x, part in bins if np.isfinite(part).any()]
+    return [(float(x), float(np.nanmean(part))) for x, part in bins if not np.isnan(part).all()]
 
 
 def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig | None = None):
     """
-    Draws the largest logit of every head as a heat map, layers by heads, on a logarithmic scale.
+    Draws the largest logit of every head as a heat map, layers by heads, on a logarithmic scale. Heads whose logits
+    are NaN or infinite are grey.
 
     Args:
         maxima (`(num_hidden_layers, num_attention_heads)`): What `lsgpt.measure_max_logits` returns.
@@ -71,26 +112,30 @@ def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig 
     >>> plot_max_logits(lsgpt.measure_max_logits(model, input_ids=ids), "max_logits.png", model.config)
     ```
     """
-    values = maxima.detach().float().cpu().numpy()
+    values = maxima.detach().double().cpu().numpy()
+    values = values if values.size else np.full((1, 1), math.nan)
     layers, heads = values.shape
-    figure = Figure(figsize=(max(4.0, 1.5 + 0.5 * heads), max(2.5, 1.2 + 0.4 * layers)), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 2.0 + 0.6 * heads), max(3.0, 1.6 + 0.5 * layers)), layout="constrained")
     axes = figure.subplots()
-    positive = values[values > 0]
-    low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
-    image = axes.imshow(np.maximum(values, low), aspect="auto", norm="log", vmin=low, vmax=max(high, low * 1.001))
+    shown = values[np.isfinite(values) & (values > 0)]
+    low, high = (shown.min(), shown.max()) if shown.size else (0.1, 1.0)
+    high = max(high, low * 1.001)
+    cells = np.ma.masked_invalid(np.maximum(values, low))
+    colors = colormaps["viridis"].with_extremes(bad="lightgrey")
+    image = axes.imshow(cells, aspect="auto", cmap=colors, norm="log", vmin=low, vmax=high)
     if layers * heads <= 200:
-        for layer, row in enumerate(values):
-            for head, value in enumerate(row):
-                shade = np.log(max(value, low) / low) / max(np.log(high / low), 1e-9)
-                color = "black" if shade > 0.6 else "white"
-                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=color, fontsize=7)
+        for (layer, head), value in np.ndenumerate(values):
+            shade = math.log(max(value, low) / low) / math.log(high / low) if math.isfinite(value) else 1.0
+            color = "black" if shade > 0.6 else "white"
+            axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=color, fontsize=9)
     if config is not None:
         for layer, count in enumerate(config.num_global_heads_per_layer):
             axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
-        axes.set_title("global heads | local heads", fontsize=9)
-    axes.set_xticks(range(heads))
-    axes.set_yticks(range(layers))
+        axes.set_title("left of the red line: global heads; right of it: local heads", fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(24, integer=True))
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
-    figure.colorbar(image, label="largest |logit|")
+    bar = figure.colorbar(image, label="largest |logit|")
+    _set_log_ticks(bar.ax.yaxis, [low, high])
     figure.savefig(path, dpi=150)

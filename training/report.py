@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from lsgpt.configuration import LSGPTConfig, describe, with_unit
 
-from .plots import average_in_bins, plot_curves, plot_max_logits
+from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 
 
 _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
@@ -75,6 +74,12 @@ def peak_memory() -> int:
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # no Linux
+        if sys.platform == "win32":
+            import psutil  # noqa: PLC0415 (comes with Accelerate; needed here only)
+
+            return psutil.Process().memory_info().peak_wset
+        import resource  # noqa: PLC0415 (there is none on Windows)
+
         unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in differs between systems
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
@@ -84,11 +89,13 @@ def write_results(folder: Path, results: dict):
     """Writes `results.json`; numbers that JSON does not have become `null`."""
 
     def clean(value):
+        if isinstance(value, dict):
+            return {name: clean(item) for name, item in value.items()}
         if isinstance(value, list):
             return [clean(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    text = json.dumps({name: clean(value) for name, value in results.items()}, indent=2)
+    text = json.dumps(clean(results), indent=2)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -174,16 +181,23 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
     curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=threshold)
     plot_max_logits(max_logits, folder / "max_logits_by_head.png", config)
     lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
+    lines.append(
+        "The curves and the table have the largest logits over whole batches, at every measured step of the training; "
+        "the heat map\nhas those of the trained model in one block of held-out text, which is why its numbers are "
+        "usually smaller.\n"
+    )
     by_position = {"evaluation (held-out text)": [average_in_bins(results["loss_by_position"])]}
-    context = "tokens of context"
-    plot_curves(folder / "loss_by_position.png", by_position, context, "cross-entropy (nats per token)", log_x=True)
+    plot_curves(
+        folder / "loss_by_position.png", by_position, CONTEXT_LABEL, "cross-entropy (nats per token)", log_x=True
+    )
     lines.append("![Evaluation loss by position in the block: does context help?](loss_by_position.png)\n")
     return "\n".join(lines)
 
 
-def points_of(log_history: list[dict], key: str) -> list[tuple[int, float]]:
-    """`(step, value)` of every log that has a number for `key`."""
-    return [(log["step"], log[key]) for log in log_history if log.get(key) is not None]
+def points_of(log_history: list[dict], key: str, null: float | None = None) -> list[tuple[int, float]]:
+    """`(step, value)` of every log with a number for `key`; `null` is the number for None, if it is not None too."""
+    points = [(log["step"], null if log[key] is None else log[key]) for log in log_history if key in log]
+    return [(step, value) for step, value in points if value is not None]
 
 
 def format_results(results: dict) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Watching the attention logits of a model in training, and what to do when they explode."""
 
-import sys
+import math
+import weakref
 
 import torch
 from torch import nn
@@ -20,12 +21,23 @@ class LogitTelemetryCallback(TrainerCallback):
 
     Measured is the maximum over the step's micro-batches and over all processes, exactly as by `measure_max_logits`.
     The step's log then holds `max_logit`, `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`,
-    `max_logit/layer_N/local` and `heads_over_threshold`, wherever a `Trainer` logs to. Other steps are untouched.
+    `max_logit/layer_N/local` and `heads_over_threshold`. Other steps are untouched.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
     ```
+
+    A stock `Trainer` asks the trackers of `report_to` before the callbacks of a user, too early for these figures. For
+    trackers use `LSGPTTrainer`, or name the tracker after this callback:
+
+    ```python
+    >>> args = TrainingArguments(..., report_to="none")
+    >>> trainer = Trainer(model, args, callbacks=[LogitTelemetryCallback(), TensorBoardCallback()])
+    ```
     """
+
+    _last_training: weakref.ref | None = None
+    """The state of the training that began last, by which a second callback in the same training is known."""
 
     def __init__(
         self,
@@ -37,7 +49,8 @@ class LogitTelemetryCallback(TrainerCallback):
         """
         Args:
             every_n_steps: Measures the optimizer steps that are multiples of this.
-            threshold: A larger `|logit|` counts as an explosion; 100 is the threshold of QK-clip (arXiv:2507.20534).
+            threshold: A larger `|logit|` counts as an explosion, and so do NaN and infinity; 100 is the threshold of
+                QK-clip (arXiv:2507.20534).
             on_explosion: What to do then. `"warn"` says so; `"stop"` saves a checkpoint and ends the training;
                 `"clip"` scales the query and key weights of the head so that this batch would not pass the threshold
                 again (QK-clip).
@@ -49,10 +62,9 @@ class LogitTelemetryCallback(TrainerCallback):
         """
         log_every_n_steps = every_n_steps if log_every_n_steps is None else log_every_n_steps
         for name, value in (("every_n_steps", every_n_steps), ("log_every_n_steps", log_every_n_steps)):
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1; got {value}")
-        if threshold <= 0:
-            raise ValueError(f"`threshold` must be positive; got {threshold}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a whole number of at least 1; got {value!r}")
+        _check_threshold(threshold)
         if on_explosion not in ("warn", "stop", "clip"):
             raise ValueError(f"`on_explosion` must be one of warn, stop, clip; got {on_explosion!r}")
         self.every_n_steps = every_n_steps
@@ -60,13 +72,20 @@ class LogitTelemetryCallback(TrainerCallback):
         self.on_explosion = on_explosion
         self.log_every_n_steps = log_every_n_steps
         self._max_logits: MaxLogits | None = None
-        self._metrics: dict[str, float] = {}
+        self._figures: dict[str, float] = {}
+        self._has_warned = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        last = LogitTelemetryCallback._last_training
+        if last is not None and last() is state:
+            raise ValueError(
+                "`callbacks` must have one LogitTelemetryCallback at most; got two, which would reset each other's "
+                "maxima. One can measure often and log rarely: see its `log_every_n_steps`"
+            )
+        LogitTelemetryCallback._last_training = weakref.ref(state)
         self._max_logits = MaxLogits(model)
         if self.on_explosion == "clip":
             self._check_clip(args, model)
-        self._come_first()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if (state.global_step + 1) % self.every_n_steps == 0:
@@ -78,25 +97,40 @@ class LogitTelemetryCallback(TrainerCallback):
         maxima = self._max_logits.read()
         self._max_logits.stop()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Backends differ in whether the larger of a number and NaN is NaN; infinity is larger for all of them.
+            maxima = maxima.masked_fill(maxima.isnan(), math.inf)
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-        metrics = summarize_max_logits(maxima, model.config, self.threshold)
+        figures = summarize_max_logits(maxima, model.config, self.threshold)
         is_logged = state.global_step % self.log_every_n_steps == 0
         if is_logged:
-            self._metrics = metrics
+            self._figures = figures
             control.should_log = True
-        if metrics["heads_over_threshold"]:
+        if figures["heads_over_threshold"]:
             if is_logged or self.on_explosion == "stop":
-                self._warn(maxima, metrics, state)
+                self._warn(maxima, figures, state)
             if self.on_explosion == "stop":
                 control.should_save = control.should_training_stop = True
             elif self.on_explosion == "clip":
                 qk_clip(model, maxima, self.threshold)
 
+    def take_figures(self) -> dict[str, float]:
+        """The figures of the last measured step, once: who takes them logs them. For overrides of `Trainer.log`."""
+        figures, self._figures = self._figures, {}
+        return figures
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is not None and self._metrics:
-            logs.update(self._metrics)  # for the callbacks after this one
-            state.log_history[-1].update(self._metrics)  # written before any callback was asked
-            self._metrics = {}
+        figures = self.take_figures()
+        if not figures:
+            return  # nothing was measured, or `LSGPTTrainer.log` has them already
+        logs.update(figures)  # for the callbacks after this one
+        state.log_history[-1].update(figures)  # a copy of `logs`, made before any callback was asked
+        if args.report_to and state.is_world_process_zero and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` asks before "
+                'its `callbacks`. Use `LSGPTTrainer`, or set `report_to="none"` and put the tracker\'s own callback '
+                "after LogitTelemetryCallback in `callbacks`"
+            )
 
     def on_train_end(self, args, state, control, **kwargs):
         self._max_logits.stop()
@@ -112,45 +146,40 @@ class LogitTelemetryCallback(TrainerCallback):
                 '`on_explosion` must not be "clip" with frozen query or key weights, such as LoRA\'s: it scales them'
             )
 
-    def _warn(self, maxima: torch.Tensor, metrics: dict, state):
-        layer, head = divmod(maxima.argmax().item(), maxima.shape[1])
+    def _warn(self, maxima: torch.Tensor, figures: dict, state):
+        layer, head = divmod(maxima.argmax().item(), maxima.shape[1])  # that of a NaN if there is one
         done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
+        if self.on_explosion == "clip" and not maxima.isfinite().all():
+            done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
         logger.warning(
-            f"step {state.global_step}: {int(metrics['heads_over_threshold'])} heads have logits over "
+            f"step {state.global_step}: {int(figures['heads_over_threshold'])} heads have logits over "
             f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer}"
             f"{done[self.on_explosion]}"
         )
 
-    def _come_first(self):
-        """
-        Moves this callback before those that report to trackers. A `Trainer` puts its own first and hands nobody the
-        list, but it is the handler that holds the list who is calling.
-        """
-        handler = sys._getframe(2).f_locals.get("self")
-        callbacks = getattr(handler, "callbacks", [])
-        if self in callbacks:
-            callbacks.remove(self)
-            callbacks.insert(0, self)
-        else:
-            logger.warning("LogitTelemetryCallback could not move to the front: trackers may miss its figures")
+
+def _check_threshold(threshold: float):
+    if not 0 < threshold < math.inf:
+        raise ValueError(f"`threshold` must be positive and finite; got {threshold!r}")
 
 
 def summarize_max_logits(maxima: torch.Tensor, config, threshold: float) -> dict[str, float]:
     """
     The figures to log of `maxima` `(num_hidden_layers, num_attention_heads)`: the maximum overall, of each kind of
-    head, of each kind in each layer, and the number of heads over `threshold`. A kind that has no head is left out.
+    head, of each kind in each layer, and the number of heads over `threshold`, to which NaN and infinity belong. The
+    maximum over numbers of which one is NaN is NaN. A kind that has no head is left out.
     """
     rows = maxima.cpu()
     kinds = {"global": [], "local": []}
-    metrics = {"max_logit": rows.max().item()}
+    figures = {"max_logit": rows.max().item()}
     layers = {}
     for layer, (row, count) in enumerate(zip(rows, config.num_global_heads_per_layer)):
         for kind, heads in (("global", row[:count]), ("local", row[count:])):
             if len(heads):
                 layers[f"max_logit/layer_{layer}/{kind}"] = heads.max().item()
-                kinds[kind].append(heads.max().item())
-    metrics |= {f"max_logit_{kind}": max(values) for kind, values in kinds.items() if values}
-    return metrics | layers | {"heads_over_threshold": float((rows > threshold).sum().item())}
+                kinds[kind].append(heads.max())
+    figures |= {f"max_logit_{kind}": torch.stack(values).max().item() for kind, values in kinds.items() if values}
+    return figures | layers | {"heads_over_threshold": float((~(rows <= threshold)).sum().item())}
 
 
 @torch.no_grad()
@@ -158,17 +187,22 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     """
     QK-clip (MuonClip, arXiv:2507.20534): multiplies the query and key weights of a head whose largest logit `S` is
     over `threshold` by `sqrt(threshold / S)` each. Query heads that share a key head are scaled together, by the
-    largest `S` among them. Weights of other heads stay as they are, to the bit.
+    largest `S` among them; where that is NaN or infinite no factor would help, and they stay as they are. Weights of
+    other heads stay as they are, too, to the bit.
 
     Args:
         model: An LSGPT model without QK-norm.
         maxima (`(num_hidden_layers, num_attention_heads)`): What `measure_max_logits` returns.
         threshold: Largest logit to allow.
+
+    Raises:
+        ValueError: A threshold that is not positive and finite.
     """
+    _check_threshold(threshold)
     for layer, row in zip(MaxLogits(model).layers, maxima):
         config = layer.config
         groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
-        factors = (threshold / groups.clamp(min=threshold)).sqrt()
+        factors = (threshold / groups.clamp(min=threshold)).sqrt().masked_fill(~groups.isfinite(), 1.0)
         for projection, heads in (
             (layer.q_proj, config.num_attention_heads),
             (layer.k_proj, config.num_key_value_heads),

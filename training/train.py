@@ -1,11 +1,13 @@
 """A training run: from arguments to a folder with a checkpoint that the Auto classes load."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -52,6 +55,18 @@ STREAM_BUFFER = 1000
 class LSGPTTrainer(Trainer):
     """The stock `Trainer`, but that steps do without logits, and `push_to_hub` brings the card of `lsgpt publish`."""
 
+    def create_accelerator_and_postprocess(self):
+        """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
+        check_parallelism(self.args)
+        super().create_accelerator_and_postprocess()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None):
+        """As in `Trainer`, with the figures of a `LogitTelemetryCallback` in `logs`, so that trackers get them too."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, LogitTelemetryCallback):
+                logs.update(callback.take_figures())
+        super().log(logs, start_time)
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         """As in `Trainer`; a training step has no use for the logits, which are its largest tensor."""
         if model.training and self.label_smoother is None:  # label smoothing computes its loss from the logits
@@ -83,6 +98,55 @@ class LSGPTTrainer(Trainer):
         save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
 
 
+def check_parallelism(args: TrainingArguments):
+    """
+    Raises `ValueError` for context and sequence parallelism, whether a script asks for them or `accelerate launch`.
+
+    Both split every sequence over processes, and Accelerate lets neither of them keep a window.
+    """
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()  # reads the rest of what `accelerate launch` sets
+    for field, name in (("cp_size", "context"), ("sp_size", "sequence")):
+        size = getattr(config, field, 1)
+        if size > 1:
+            raise ValueError(
+                f"`{field}` of `parallelism_config` must be 1; got {size}: {name} parallelism splits every sequence "
+                "over processes, and local heads would lose their window at each border. Use DDP, FSDP2 or DeepSpeed "
+                "ZeRO, which split the batch"
+            )
+
+
+def check_checkpoint(checkpoint: str | Path):
+    """
+    Raises `ValueError` for a checkpoint from which a run cannot go on as if nothing had been.
+
+    A `Trainer` that finds no state of the optimizer or of the schedule starts them anew and says nothing.
+    """
+    checkpoint = Path(checkpoint)
+    if (checkpoint / "latest").is_file():
+        return  # DeepSpeed's, which looks for its files itself
+    # A file or, of FSDP, a folder for the optimizer; a file of random numbers for each process.
+    missing = [name for name in ("optimizer*", "scheduler.pt", "rng_state*.pth") if not any(checkpoint.glob(name))]
+    if missing:
+        names = ", ".join(name.replace("*.", ".").replace("*", ".pt") for name in missing)
+        raise ValueError(
+            f"`resume_from_checkpoint` must hold all that a run goes on with; got {str(checkpoint)!r} without {names} "
+            "(`save_only_model` saves none of them), so that the optimizer or its schedule would start anew. To start "
+            f"a new run from the weights alone: --model_name_or_path {checkpoint}"
+        )
+
+
+def check_evaluation(args: TrainingArguments):
+    """Raises `ValueError` for options with which the evaluation at the end of a run could not compute its figures."""
+    for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
+        if getattr(args, field) != needed:
+            raise ValueError(
+                f"`{field}` must be {str(needed).lower()}; got {getattr(args, field)!r}: the evaluation at the end of "
+                "the run computes perplexity, bits per byte and the loss by position from the loss of every token"
+            )
+
+
 def run(arguments: Arguments) -> Trainer:
     """
     Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
@@ -102,6 +166,10 @@ def run(arguments: Arguments) -> Trainer:
 def build_trainer(arguments: Arguments) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
     args, stabilizers = arguments.training, arguments.run.stabilizers
+    check_parallelism(args)
+    check_evaluation(args)
+    if args.resume_from_checkpoint:
+        check_checkpoint(args.resume_from_checkpoint)
     if args.process_index == 0:
         make_folder(arguments)
     set_seed(args.seed)
@@ -264,10 +332,11 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
         if is_main:
             print(f"Saved step {trainer.state.global_step}. Go on with: lsgpt train --resume_from_checkpoint {folder}")
         return None
+    # First of all the weights: nothing that goes wrong from here on loses them.
+    trainer.save_model(_internal_call=True)  # as `save_model()`, but a push waits for the report
     last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
     if last_log.get("step") != trainer.state.global_step or trainer.compute_metrics.loss_by_position is None:
         last_log = trainer.evaluate()
-    trainer.save_model(_internal_call=True)  # as `save_model()`, but a push waits for the report
     results = _report(trainer, arguments, last_log, seconds) if is_main else None
     if args.push_to_hub:
         trainer.push_to_hub()
@@ -278,6 +347,7 @@ def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: f
     """Writes what the main process says about the run, which has ended, and returns the results."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     results = _collect_results(trainer, arguments, evaluation, seconds)
+    write_results(folder, results)  # before anything that could go wrong, such as plots
     unset_hf_deepspeed_config()  # ZeRO-3 would spread this model too, over processes that are no longer here
     # Read back: that works however the weights were spread over processes, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
@@ -288,7 +358,6 @@ def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: f
     sample = generate_sample(model, trainer.processing_class, prompt) if finished else "(nothing: the run diverged)"
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
-    write_results(folder, results)  # last: it marks the run as complete
     print(f"""
 Evaluation loss {results["eval_loss"]:.3f}, perplexity {results["eval_perplexity"]:.1f}.
 The model continues {prompt!r}:
@@ -319,7 +388,7 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
         "eval_loss": math.log(perplexity),
         "eval_perplexity": perplexity,
         "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
-        "max_logit": max((value for _, value in points_of(state.log_history, "max_logit")), default=None),
+        "max_logit": _largest([value for _, value in points_of(state.log_history, "max_logit")]),
         "parameters": trainer.model.config.num_parameters(),
         "step": state.global_step,
         "max_steps": state.max_steps,
@@ -331,17 +400,30 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
     }
 
 
+def _largest(values: list[float]) -> float | None:
+    """The maximum, which is NaN if one of them is; None without values."""
+    return next((value for value in values if math.isnan(value)), max(values)) if values else None
+
+
 def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The first block of the evaluation data."""
     return collate_blocks(list(trainer.eval_dataset.take(1)))
 
 
 def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:
-    """Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions."""
+    """
+    Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions. From logits that
+    are NaN, as those of a run that diverged may be, comes a text without a meaning, and no error.
+    """
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
     generated = model.generate(
-        **inputs, max_new_tokens=min(max_new_tokens, room), do_sample=True, temperature=0.8, top_k=50
+        **inputs,
+        max_new_tokens=min(max_new_tokens, room),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        remove_invalid_values=True,
     )
     return tokenizer.decode(generated[0], skip_special_tokens=True)

@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import os
 import signal
 
@@ -74,13 +75,14 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path)
     assert callback.was_signalled
     assert trainer.state.global_step == 3
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
+    assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [3]  # the losses of all three steps
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path, caplog, accumulation):
+def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path, caplog, monkeypatch, accumulation):
     """A fault in one micro-batch of the third step: an infinity out of one projection."""
-    logging.getLogger("transformers").propagate = True
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = tiny_model().train()
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
     args = TrainingArguments(
@@ -91,6 +93,7 @@ def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path
         use_cpu=True,
         report_to="none",
         save_strategy="no",
+        logging_steps=1,
     )
     after_step = {}
 
@@ -108,6 +111,8 @@ def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path
     assert trainer.state.global_step == 3
     assert "the loss of step 3 is not finite" in caplog.text
     assert "`model.layers.1.mlp.down_proj`" in caplog.text
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 3 and all(loss > 1 for loss in losses[:2]) and not math.isfinite(losses[2])
     saved = LSGPTForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in after_step[2].items())
     assert not model.model.layers[0].self_attn._forward_hooks  # it cleans up behind itself

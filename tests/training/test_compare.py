@@ -1,7 +1,6 @@
 """Comparisons of real runs, that are interrupted and go on."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import time
 
 import pytest
 import yaml
+from matplotlib.image import imread
 
 from lsgpt.configuration import load_arms
 from lsgpt.training import parse_arguments
@@ -49,7 +49,8 @@ RECIPE = {
 def write_inputs(tmp_path, **fields):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(300)))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, **fields}))
-    (tmp_path / "arms.yaml").write_text("wild: {learning_rate: 1.0e+30, max_grad_norm: 0.0}\n")
+    # Its logits are infinite after the first step, its loss is not a number after the second.
+    (tmp_path / "arms.yaml").write_text("wild: {learning_rate: 1.0e+12, max_grad_norm: 0.0}\n")
 
 
 def test_every_shipped_arm_is_a_recipe():
@@ -70,7 +71,7 @@ def test_arms_join_the_recipe():
 
 
 def test_comparison_goes_on_where_it_was(tmp_path):
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, max_steps=30, eval_steps=15)  # long enough that the signal comes before the end
     command = [sys.executable, "-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls,wild"]
     command += ["--arms_file", "arms.yaml", "--seeds", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -80,10 +81,14 @@ def test_comparison_goes_on_where_it_was(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
+    assert process.returncode != 0
+    assert "The same command goes on with it" in output
+    assert not (folder / "report.md").exists()
     finished_at = (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns
-    if process.returncode:  # else the run was at its end already
-        assert "The same command goes on with it" in output
-        assert not (folder / "report.md").exists()
+    # A checkpoint that nobody can go on with: the run starts anew.
+    useless = folder / "wild" / "seed-43" / "checkpoint-9"
+    useless.mkdir(parents=True)
+    (useless / "trainer_state.json").write_text('{"global_step": 9}')
 
     report = compare("tiny.yaml", ["ls", "wild"], num_seeds=2, arms_file="arms.yaml")
     assert report == folder.relative_to(tmp_path) / "report.md"
@@ -91,7 +96,7 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     assert results["environment"]["commit"]
     results = results["arms"]
-    assert [run["step"] for run in results["ls"]] == [6, 6]
+    assert [run["step"] for run in results["ls"]] == [30, 30]
     assert all(run["status"].startswith("diverged at step") for run in results["wild"])
     text = report.read_text()
     first, second = (results["ls"][i]["eval_perplexity"] for i in range(2))
@@ -99,7 +104,7 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     mean, deviation = (first + second) / 2, abs(first - second) / 2**0.5
     row = next(line for line in text.splitlines() if line.startswith("| ls |"))
     assert f"| {mean:.2f} ± {deviation:.2f} |" in row and row.endswith("| 0 of 2 |")
-    assert re.search(r"^\| wild \| - \|.*\| 2 of 2 \|$", text, re.MULTILINE)
+    assert re.search(r"^\| wild \| - \| - \| not finite \|.*\| 2 of 2 \|$", text, re.MULTILINE)
     for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
         assert f"]({plot})" in text and (folder / plot).is_file()
     # One tokenizer for all.
@@ -146,4 +151,7 @@ def test_table_over_uneven_runs(tmp_path):
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n')
     report = write_comparison(tmp_path, base, {"a": base}, range(3)).read_text()
     assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 265.0 ± 332.3 | 100 | 2 GB | 1 of 3 |" in report
-    assert os.path.getsize(tmp_path / "loss.png") > 1000
+    assert "](perplexity.png)" not in report
+    # The losses are 2 and not a number: a point, and at the upper edge a cross.
+    rows = (abs(imread(tmp_path / "loss.png")[..., :3] * 255 - [31, 119, 180]).max(-1) < 1).nonzero()[0]
+    assert rows.max() - rows.min() > 100

@@ -8,7 +8,6 @@ import torch
 import yaml
 from matplotlib.image import imread
 
-from lsgpt import measure_max_logits
 from lsgpt.training import plot_max_logits, write_report
 from lsgpt.training.plots import average_in_bins, plot_curves
 from lsgpt.training.report import peak_memory, points_of, reset_peak_memory, write_results
@@ -53,6 +52,7 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
         assert f"]({plot}.png)" in report
         assert imread(tmp_path / f"{plot}.png").ndim == 3
     assert "perplexity.png" not in report  # nothing to draw
+    assert "the heat map\nhas those of the trained model in one block" in report
 
 
 def test_results_are_json_whatever_the_numbers(tmp_path):
@@ -64,34 +64,70 @@ def test_results_are_json_whatever_the_numbers(tmp_path):
 
 
 def test_points_of_a_history():
-    assert points_of([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}], "loss") == [(1, 2.0)]
+    history = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}]
+    assert points_of(history, "loss") == [(1, 2.0)]
+    assert points_of(history, "loss", null=math.inf) == [(1, 2.0), (3, math.inf)]
 
 
 def test_bins_hold_every_position_once():
-    points = average_in_bins([float(i) for i in range(1, 1001)], num_bins=10)
-    assert all(x == pytest.approx(y) for x, y in points)  # the mean of the positions is that of the losses
-    assert points[0] == (1.0, 1.0) and points[-1][0] < 1000
-    assert average_in_bins([1.0, math.nan, math.nan, 4.0], num_bins=4)[-1][1] == 4.0
-    assert average_in_bins([math.nan]) == []
+    points = average_in_bins([float(i) for i in range(1, 1001)])
+    assert points[:3] == [(1.0, 1.0), (2.5, 2.5), (5.5, 5.5)] and points[-1] == (756.0, 756.0)  # 512 to 1,000
+    assert len(points) == 10
+    assert average_in_bins([1.0, math.nan, 4.0, math.inf]) == [(1.0, 1.0), (2.5, 4.0), (4.0, math.inf)]
+    assert average_in_bins([math.nan]) == average_in_bins([]) == []
 
 
-def heat_map(tmp_path, name, maxima, config=None):
-    plot_max_logits(maxima, tmp_path / name, config)
-    return imread(tmp_path / name)
+def heat_map(tmp_path, maxima, config=None):
+    plot_max_logits(maxima, tmp_path / "map.png", config)
+    return imread(tmp_path / "map.png")[..., :3]
 
 
-def test_heat_map_shows_layers_heads_and_kinds(tiny_model, tmp_path):
-    model = tiny_model()
-    maxima = measure_max_logits(model, input_ids=torch.randint(97, (1, 40)))
-    plain = heat_map(tmp_path, "plain.png", maxima)
-    assert (heat_map(tmp_path, "again.png", maxima) == plain).all()
-    for changed in (
-        heat_map(tmp_path, "kinds.png", maxima, model.config),
-        heat_map(tmp_path, "t.png", maxima.flip(0)),
-    ):
-        assert changed.shape != plain.shape or (changed != plain).any()
-    for odd in (torch.zeros(1, 3), torch.full((2, 2), math.nan), torch.rand(40, 30)):
-        assert heat_map(tmp_path, "odd.png", odd).size
+def test_heat_map_shows_layers_heads_and_kinds(tiny_config, tmp_path):
+    """By colours: of two rows of heads the upper has the largest logits, the lower the smallest."""
+    yellow, purple, red = (253, 231, 36), (68, 1, 84), (255, 0, 0)
+    maxima = torch.tensor([[200.0] * 6, [10.0] * 6])
+
+    def rows_of(image, colour):
+        return ((image * 255).round() == torch.tensor(colour).numpy()).all(-1)[:, : image.shape[1] * 3 // 4].any(1)
+
+    plain = heat_map(tmp_path, maxima)
+    assert rows_of(plain, yellow).nonzero()[0].max() <= rows_of(plain, purple).nonzero()[0].min()
+    flipped = heat_map(tmp_path, maxima.flip(0))
+    assert rows_of(flipped, yellow).nonzero()[0].min() >= rows_of(flipped, purple).nonzero()[0].max()
+    assert not rows_of(plain, red).any()
+    assert rows_of(heat_map(tmp_path, maxima, tiny_config()), red).sum() > plain.shape[0] / 2  # between the kinds
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
+@pytest.mark.parametrize(
+    "maxima",
+    [
+        torch.zeros(1, 3),
+        torch.full((2, 2), math.nan),
+        torch.full((2, 2), math.inf),
+        torch.tensor([[3.0, math.inf, math.nan, 0.0, 1e38, 1e-38]]),
+        torch.rand(40, 30),
+        torch.zeros(0, 6),
+        torch.zeros(2, 0),
+    ],
+)
+def test_heat_map_takes_all_numbers(tmp_path, maxima):
+    image = heat_map(tmp_path, maxima)
+    has_grey = ((image * 255).round() == 211).all(-1).mean() > 0.05  # a cell, not the edge of a letter
+    assert has_grey == (not maxima.isfinite().all() or not maxima.numel())
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
+@pytest.mark.parametrize("log_y", [False, True])
+def test_curves_take_all_numbers(tmp_path, log_y):
+    """What is not finite is marked, in the colour of its curve, and takes nothing from the rest."""
+    finite = [(1, 5.0), (2, 4.0)]
+    for lines in ([finite, [(3, math.nan)]], [[*finite, (3, math.inf)]], [[(1, -math.inf)]], [[(1, 0.0)]], [[]], []):
+        for log_x in (False, True):
+            plot_curves(tmp_path / "c.png", {"a": [], "b": lines}, "x", "y", log_x, log_y, threshold=None)
+            colours = imread(tmp_path / "c.png")[..., :3].reshape(-1, 3)
+            has_orange = (abs(colours * 255 - torch.tensor([255, 127, 14]).numpy()) < 1).all(-1).any()
+            assert has_orange == any(lines)
 
 
 def test_curves_of_an_arm_share_a_colour(tmp_path):
@@ -102,6 +138,7 @@ def test_curves_of_an_arm_share_a_colour(tmp_path):
 
 
 def test_peak_memory():
+    assert "resource" not in peak_memory.__globals__  # Windows does not have this module
     process = psutil.Process()
     torch.ones(60_000_000)  # 240 MB, given back at once
     before, now = peak_memory(), process.memory_info().rss

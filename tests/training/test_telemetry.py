@@ -1,6 +1,8 @@
 """Logit telemetry in real runs of the stock `Trainer`: the figures are the brute-force maxima, and they arrive."""
 
 import json
+import logging
+import math
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from peft import LoraConfig, get_peft_model
 from reference import visible_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import LOCAL, HeadGroup
-from lsgpt.training import LogitTelemetryCallback, MetricsFileCallback, qk_clip
+from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, MetricsFileCallback, StopOnBadLossCallback, qk_clip
+from lsgpt.training.telemetry import summarize_max_logits
 
 
 def watch_by_brute_force(model, told=None):
@@ -72,7 +76,8 @@ def test_measured_logits_are_the_brute_force_maxima(tiny_model, engine, name):
     assert measured.shape == (2, 6) and measured.dtype == torch.float32
     torch.testing.assert_close(measured, brute_force(), rtol=1e-5, atol=0)
     assert torch.equal(model(**inputs).logits, without)
-    measure_max_logits(model, output_attentions=engine == "eager", **inputs)
+    if engine == "eager":
+        assert torch.equal(measure_max_logits(model, output_attentions=True, **inputs), measured)
 
 
 def test_measured_under_autocast(tiny_model):
@@ -97,7 +102,7 @@ def blocks(rows=64, length=40):
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
-def train(model, folder, callback, **arguments):
+def train(model, folder, *callbacks, trainer_type=Trainer, **arguments):
     arguments = {
         "max_steps": 6,
         "per_device_train_batch_size": 2,
@@ -109,45 +114,56 @@ def train(model, folder, callback, **arguments):
         "disable_tqdm": True,
         **arguments,
     }
-    trainer = Trainer(
+    trainer = trainer_type(
         model,
         TrainingArguments(folder, **arguments),
         train_dataset=blocks(),
-        callbacks=[callback, MetricsFileCallback()],
+        callbacks=[*callbacks, MetricsFileCallback()],
     )
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("how", ["plain", "gradient checkpointing", "compiled"])
+class BruteForce(LogitTelemetryCallback):
+    """Keeps what it is to log."""
+
+    def __init__(self, model, **arguments):
+        super().__init__(**arguments)
+        self.maxima, self.rows = watch_by_brute_force(model)
+        self.expected = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        super().on_step_begin(args, state, control, **kwargs)
+        self.maxima.clear()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every_n_steps == 0:
+            self.expected[state.global_step] = self.rows()
+        super().on_step_end(args, state, control, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["stock Trainer", "gradient checkpointing", "compiled"])
 def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, fresh_compiler, tmp_path, monkeypatch, how):
+    """In the history, in the metrics file behind the callback, on the progress bar, and at the tracker."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    settings = {"every_n_steps": 3, "threshold": 1e-3}
     model = tiny_model().train()
-    arguments = {
-        "plain": {},
-        "gradient checkpointing": {"gradient_checkpointing": True},
-        "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-    }[how]
-    if how != "compiled":
-        maxima, brute_force = watch_by_brute_force(model)
-    expected = {}
-
-    class BruteForce(LogitTelemetryCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            super().on_step_begin(args, state, control, **kwargs)
-            if how != "compiled":
-                maxima.clear()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if how != "compiled" and state.global_step % self.every_n_steps == 0:
-                expected[state.global_step] = brute_force()
-            super().on_step_end(args, state, control, **kwargs)
-
-    trainer = train(model, tmp_path, BruteForce(every_n_steps=3, threshold=1e-3), report_to="tensorboard", **arguments)
+    callback = BruteForce(model, **settings)
+    if how == "stock Trainer":
+        trainer = train(model, tmp_path, callback, TensorBoardCallback())
+    else:
+        options = {"report_to": "tensorboard", "trainer_type": LSGPTTrainer}
+        if how == "gradient checkpointing":
+            trainer = train(model, tmp_path, callback, gradient_checkpointing=True, **options)
+        else:  # what a hook would see is compiled away: the same run without a compiler tells what is expected
+            train(model, tmp_path / "expected", callback)
+            model = tiny_model().train()
+            options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+            trainer = train(model, tmp_path, LogitTelemetryCallback(**settings), **options)
 
     history = {log["step"]: log for log in trainer.state.log_history if "max_logit" in log}
-    assert list(history) == [3, 6]
-    for step, rows in expected.items():
+    assert list(history) == list(callback.expected) == [3, 6]
+    for step, rows in callback.expected.items():
         wanted = {"max_logit": rows.max(), "max_logit_global": rows[:, :2].max(), "max_logit_local": rows[:, 2:].max()}
         for layer in range(2):
             wanted[f"max_logit/layer_{layer}/global"] = rows[layer, :2].max()
@@ -156,12 +172,31 @@ def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, fresh
         for name, value in wanted.items():
             assert history[step][name] == pytest.approx(float(value), rel=1e-5), name
     file = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert {log["step"]: log for log in map(json.loads, file) if "max_logit" in log} == history
+    assert [json.loads(line) for line in file] == trainer.state.log_history
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     for name, tag in (("max_logit", "train/max_logit"), ("max_logit/layer_1/local", "train/max_logit/layer_1/local")):
         scalars = {event.step: event.value for event in events.Scalars(tag)}
         assert scalars == {step: pytest.approx(log[name]) for step, log in history.items()}
     assert all(module.max_logit is None for module in model.modules() if isinstance(module, HeadGroup))
+
+
+def test_a_stock_trainer_that_asks_its_tracker_too_early_says_so(tiny_model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    trainer = train(tiny_model().train(), tmp_path, LogitTelemetryCallback(2), report_to="tensorboard", max_steps=4)
+    assert [log["step"] for log in trainer.state.log_history if "max_logit" in log] == [2, 4]
+    (warning,) = (record.message for record in caplog.records if "do not reach tensorboard" in record.message)
+    assert "Use `LSGPTTrainer`" in warning
+    assert "train/max_logit" not in EventAccumulator(str(tmp_path / "events")).Reload().Tags()["scalars"]
+
+
+def test_one_callback_for_a_training(tiny_model, tmp_path):
+    """The same one may watch several trainings, also of the same model."""
+    model, callback = tiny_model().train(), LogitTelemetryCallback(1)
+    for _ in range(2):
+        train(model, tmp_path, callback, max_steps=1)
+    with pytest.raises(ValueError, match="must have one LogitTelemetryCallback at most; got two"):
+        train(model, tmp_path, LogitTelemetryCallback(1), LogitTelemetryCallback(50))
 
 
 def test_telemetry_changes_nothing_in_the_training(tiny_model, tmp_path):
@@ -201,6 +236,44 @@ def test_clip_keeps_the_maximum_at_the_threshold_and_other_heads_as_they_are(tin
     assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in untouched.items())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_count_as_explosions(tiny_model, tiny_config, bad):
+    maxima = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, bad], [300.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    figures = summarize_max_logits(maxima, tiny_config(), threshold=100.0)
+    assert figures["heads_over_threshold"] == 2
+    assert figures["max_logit_global"] == 300
+    for name in ("max_logit", "max_logit_local", "max_logit/layer_0/local"):
+        assert figures[name] == pytest.approx(bad, nan_ok=True)
+
+    # Clipped is what can be: the first head of the second layer. Heads 4 and 5 share a key head here.
+    model = tiny_model(num_key_value_heads=3)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    qk_clip(model, maxima, threshold=100.0)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk"}
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("threshold", [0.0, -20.0, math.nan, math.inf])
+def test_clip_refuses_a_threshold_that_would_spoil_weights(tiny_model, threshold):
+    with pytest.raises(ValueError, match=f"`threshold` must be positive and finite; got {threshold}"):
+        qk_clip(tiny_model(), torch.full((2, 6), 50.0), threshold)
+
+
+def test_nan_logits_stop_a_training(tiny_model, tmp_path, caplog, monkeypatch):
+    """... whose loss is not finite is logged as that, not as 0, which Transformers makes of it by default."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = tiny_model().train()
+    model.model.layers[1].self_attn.q_proj.weight.data[-1] = math.nan  # the last head
+    callbacks = LogitTelemetryCallback(1, on_explosion="stop"), StopOnBadLossCallback()
+    trainer = train(model, tmp_path, *callbacks)
+    assert trainer.state.global_step == 1
+    (log,) = (log for log in trainer.state.log_history if "loss" in log)
+    assert log["heads_over_threshold"] == 1 and math.isnan(log["max_logit"]) and math.isnan(log["loss"])
+    assert "the largest nan in head 5 of layer 1; saving" in caplog.text
+    assert trainer.args.logging_nan_inf_filter  # given back
+
+
 def test_clip_during_training(tiny_model, tmp_path):
     callback = LogitTelemetryCallback(every_n_steps=1, threshold=20, on_explosion="clip")
     model = exploding(tiny_model).train()
@@ -229,8 +302,11 @@ def test_measuring_more_often_than_logging(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_steps": 0}, "`every_n_steps` must be at least 1; got 0"),
-        ({"threshold": -1.0}, "`threshold` must be positive; got -1.0"),
+        ({"every_n_steps": 0}, "`every_n_steps` must be a whole number of at least 1; got 0"),
+        ({"every_n_steps": 1.5}, "`every_n_steps` must be a whole number of at least 1; got 1.5"),
+        ({"log_every_n_steps": 0}, "`log_every_n_steps` must be a whole number of at least 1; got 0"),
+        ({"threshold": -1.0}, "`threshold` must be positive and finite; got -1.0"),
+        ({"threshold": math.nan}, "`threshold` must be positive and finite; got nan"),
         ({"on_explosion": "panic"}, "`on_explosion` must be one of warn, stop, clip; got 'panic'"),
     ],
 )

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import lsgpt.configuration
 import lsgpt_cli
-from lsgpt.training import build_trainer, count_bytes, parse_arguments
+from lsgpt.training import LSGPTTrainer, build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.train import check_checkpoint
 
 
 RECIPE = {
@@ -202,8 +204,8 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
     assert results["eval_bits_per_byte"] == pytest.approx(total / torch.tensor(2.0).log().item() / num_bytes, rel=1e-4)
 
 
-def test_a_run_that_diverges_says_so_and_keeps_good_weights(train, recipe, tmp_path, caplog):
-    logging.getLogger("transformers").propagate = True
+def test_a_run_that_diverges_says_so_and_keeps_good_weights(train, recipe, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     folder = tmp_path / "run"
     fields = {"learning_rate": 1e30, "warmup_steps": 0, "max_grad_norm": 0.0, "eval_strategy": "no"}
     train(recipe(**fields), "--output_dir", folder)
@@ -214,6 +216,68 @@ def test_a_run_that_diverges_says_so_and_keeps_good_weights(train, recipe, tmp_p
     assert f"| status | {status} |" in (folder / "report.md").read_text()
     assert all(weight.isfinite().all() for weight in load_file(folder / "model.safetensors").values())
     assert all("NaN" not in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [log["loss"] for log in read_metrics(folder / "metrics.jsonl") if "loss" in log]
+    assert losses[-1] is None and all(losses[:-1])  # not 0, as Transformers would log it
+
+
+def test_a_run_that_ends_with_infinite_logits_keeps_its_weights_and_its_report(train, recipe, tmp_path, monkeypatch):
+    """The last step makes weights whose logits overflow, so that everything after the training meets infinities."""
+    folder = tmp_path / "run"
+    fields = {"learning_rate": 1e20, "warmup_steps": 0, "max_grad_norm": 0.0, "max_steps": 1, "save_strategy": "no"}
+    train(recipe(**fields, eval_strategy="no", max_logit_every_n_steps=1), "--output_dir", folder)
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["status"], results["step"], results["eval_perplexity"]) == ("finished", 1, None)
+    assert "max_logits_by_head.png" in (folder / "report.md").read_text()
+    weights = load_file(folder / "model.safetensors")
+    assert max(weight.abs().max() for weight in weights.values()) > 1e19
+
+    # Whatever else goes wrong after the training: the weights are there, and so are the results.
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("lsgpt.training.train.write_report", fail)
+    with pytest.raises(OSError, match="no space left"):
+        train(recipe(max_steps=1, save_strategy="no", eval_strategy="no"), "--output_dir", tmp_path / "no-report")
+    assert (tmp_path / "no-report" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "no-report" / "results.json").read_text())["eval_perplexity"] > 1
+    monkeypatch.setattr("transformers.Trainer.evaluate", fail)
+    with pytest.raises(OSError, match="no space left"):
+        train(recipe(max_steps=1, save_strategy="no", eval_strategy="no"), "--output_dir", tmp_path / "no-evaluation")
+    assert (tmp_path / "no-evaluation" / "model.safetensors").is_file()
+
+
+def test_what_cannot_be_resumed_is_said(train, recipe, tmp_path):
+    """A `Trainer` would start the optimizer and its schedule anew."""
+    folder = tmp_path / "run"
+    file = recipe(save_only_model=True, max_steps=4, save_steps=2, eval_strategy="no", stop_at_step=2)
+    train(file, "--output_dir", folder)
+    arguments = parse_arguments(None, ["--resume_from_checkpoint", str(folder)])
+    with pytest.raises(
+        ValueError, match=r"without optimizer.pt, scheduler.pt, rng_state.pth \(`save_only_model`"
+    ) as error:
+        build_trainer(arguments)
+    assert f"--model_name_or_path {folder / 'checkpoint-2'}" in str(error.value)
+    for name in ("scheduler.pt", "rng_state.pth"):
+        (folder / "checkpoint-2" / name).touch()
+    with pytest.raises(ValueError, match=r"without optimizer.pt \("):
+        check_checkpoint(folder / "checkpoint-2")
+    (folder / "checkpoint-2" / "optimizer_0").mkdir()  # FSDP's
+    check_checkpoint(folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("field", "name"), [("cp_size", "context"), ("sp_size", "sequence")])
+def test_splitting_sequences_over_processes_is_refused(tiny_model, tmp_path, monkeypatch, field, name):
+    message = f"`{field}` of `parallelism_config` must be 1; got 2: {name} parallelism"
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=ParallelismConfig(**{field: 2}))
+    with pytest.raises(ValueError, match=message):
+        LSGPTTrainer(tiny_model(), args)
+    # As `accelerate launch` tells it.
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{field.upper()}", "2")
+    with pytest.raises(ValueError, match=message):
+        LSGPTTrainer(tiny_model(), TrainingArguments(tmp_path, use_cpu=True))
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{field.upper()}", "1")
+    LSGPTTrainer(tiny_model(), TrainingArguments(tmp_path, use_cpu=True))
 
 
 def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
@@ -249,6 +313,8 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"validation_split_percentage": 1, "block_size": 64}, r"`block_size` must be at most the \d+ tokens .*valid"),
         ({"streaming": True}, "split validation of the stream has none"),
         ({"tokenizer": "nowhere/at-all"}, "cannot load `tokenizer` 'nowhere/at-all'"),
+        ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
+        ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
     ],
 )
 def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeypatch, fields, message):
