@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.configuration import load_preset, suggest
+from lsgpt.configuration import load_preset
 from lsgpt.training.plots import plot_curves
 from lsgpt.training.report import describe_environment
+from lsgpt.utilities import suggest
 
 from . import attention, decode, prefill, train
 from .floor import floor_seconds, measure_rates

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.training.data import load_documents, pack, tokenize
-from lsgpt.training.report import table
+from lsgpt.utilities import table
 
 from .heads import choose_global_heads, measure_locality, with_global_heads
 

@@ -16,19 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lsgpt.configuration import (
-    LSGPTConfig,
-    compare_costs,
-    describe,
-    list_recipes,
-    load_config,
-    load_preset,
-    load_recipe,
-)
+from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
-from lsgpt.training.report import format_results, points_of, table
+from lsgpt.training.report import format_results, points_of
+from lsgpt.utilities import compare_costs, describe, table
 
 
 HEADS_PICTURE = "heads.png"

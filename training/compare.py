@@ -12,13 +12,14 @@ from pathlib import Path
 
 import yaml
 
-from lsgpt.configuration import load_arms, suggest, with_unit
+from lsgpt.configuration import load_arms
+from lsgpt.utilities import suggest, table, with_unit
 
 from .arguments import Arguments, find_checkpoint, parse_arguments
 from .callbacks import read_metrics
 from .data import ALGORITHMS
 from .plots import average_in_bins, plot_curves
-from .report import describe_environment, points_of, table
+from .report import describe_environment, points_of
 from .stabilizers import read_stabilizers
 from .train import load_texts, make_tokenizer
 
