@@ -22,9 +22,10 @@ test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supp
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
 	$(SERVING_VENV)/bin/python -m pytest -n 2 tests/serving
 
-lint: $(VENV)/installed  ## Check style and formatting
+lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(RUN) mypy
 
 # torch first and alone: with it installed, no other package can pull in another build of it.
 %/installed: setup.cfg pyproject.toml constraints.txt

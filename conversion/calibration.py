@@ -120,7 +120,8 @@ def read_blocks(
             f"the text to calibrate with must have a block of {block_size} tokens to measure heads on and another one "
             f"to evaluate; {text!r} has less"
         )
-    return tuple(parts)
+    train, validation = parts
+    return train, validation
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ def make_card(
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
-    metadata = find_license(folder, license, recipe)
+    metadata: dict = find_license(folder, license, recipe)
     results = _read_results(folder)
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name

@@ -1,8 +1,9 @@
 """Plots of training runs, as PNG files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from lsgpt.modeling_lsgpt import LSGPTConfig
 
 def plot_curves(
     path: str | Path,
-    curves: dict[str, list[Sequence[tuple[float, float]]]],
+    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
     xlabel: str,
     ylabel: str,
     log_x: bool = False,
@@ -36,7 +37,7 @@ def plot_curves(
     axes = figure.subplots()
     for number, (label, lines) in enumerate(curves.items()):
         for i, line in enumerate(line for line in lines if line):
-            style = {"marker": "o", "markersize": 3} if len(line) < 20 else {}
+            style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(line) < 20 else {}
             axes.plot(*zip(*line), color=f"C{number}", linewidth=1.2, label=None if i else label, **style)
     if threshold is not None:
         axes.axhline(threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
