@@ -17,7 +17,15 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    configuration_utils,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 
@@ -177,12 +185,11 @@ def test_caches_have_a_layer_for_each_of_layer_types_and_per_layer_config():
     assert type(dynamic.layers[0]) is DynamicLayer
     static = StaticCache(config=config, max_cache_len=6)
     assert [layer.max_cache_len for layer in static.layers] == [6, 4, 6]
-    from transformers.configuration_utils import get_head_shapes  # noqa: PLC0415
+    if hasattr(configuration_utils, "get_head_shapes"):  # not in 5.17
+        assert configuration_utils.get_head_shapes(config) == ([1, 3, 4], 2)
 
-    assert get_head_shapes(config) == ([1, 3, 4], 2)
 
-
-def test_dynamic_layer_lazy_initialization_update_offload_and_reset():
+def test_dynamic_layer_lazy_initialization_update_and_offload():
     layer, states = DynamicLayer(), torch.randn(1, 2, 3, 4)
     assert not layer.is_initialized and layer.get_seq_length() == 0
     keys, values = layer.update(states, states + 1)  # calls lazy_initialization
@@ -191,8 +198,7 @@ def test_dynamic_layer_lazy_initialization_update_offload_and_reset():
     assert list(inspect.signature(layer.update).parameters) == ["key_states", "value_states", "args", "kwargs"]
     assert torch.equal(layer.update(states, states)[0], torch.cat([states, states], dim=2))
     layer.offload()
-    layer.reset()
-    assert layer.get_seq_length() == 0
+    assert layer.keys is not None and layer.get_seq_length() == 6
 
 
 def test_get_mask_sizes_of_a_sliding_layer_announce_what_update_returns():
