@@ -13,18 +13,20 @@ help:  ## Show this list
 demo: $(VENV)/installed  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
 	$(VENV)/bin/lsgpt train
 
+# `worksteal`: each process begins with one half of the files, so that hardly any shared fixture is made twice.
 test: $(VENV)/installed  ## Run all tests but those of serving
-	$(RUN) pytest -n 2
+	$(RUN) pytest -n 2 --dist worksteal
 
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
-	$(FLOOR_VENV)/bin/python -m pytest -n 2 tests/modeling_lsgpt tests/transformers_common
+	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
-	$(SERVING_VENV)/bin/python -m pytest -n 2 tests/serving
+	$(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
 
-lint: $(VENV)/installed  ## Check style and formatting
+lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(RUN) mypy
 
 # torch first and alone: with it installed, no other package can pull in another build of it.
 %/installed: setup.cfg pyproject.toml constraints.txt

@@ -174,9 +174,10 @@ def _train(argv: list[str]) -> int:
     try:
         arguments = parse_arguments(*_split_recipe(argv), parser)
         # Later than the arguments, because a mistake there should not wait for these imports.
+        from lsgpt.model_cards import save_card
         from lsgpt.training.train import build_trainer, train
 
-        trainer = build_trainer(arguments)
+        trainer = build_trainer(arguments, save_card)
     except (ValueError, OSError, ImportError) as error:
         return _fail(error)
     train(trainer, arguments)
@@ -259,7 +260,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from lsgpt.configuration import compare_costs, describe, list_presets, load_config, load_preset, suggest
+    from lsgpt.configuration import list_presets, load_config, load_preset
+    from lsgpt.utilities import compare_costs, describe, suggest
 
     if args.model in list_presets():
         config = load_preset(args.model)
@@ -284,9 +286,9 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from lsgpt.configuration import describe
     from lsgpt.conversion import convert
     from lsgpt.conversion.calibration import format_perplexities
+    from lsgpt.utilities import describe
 
     model, calibration = convert(
         args.source, args.folder, args.global_heads, args.window, args.calibrate, args.balance, args.max_blocks

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.configuration import load_preset, suggest
+from lsgpt.configuration import load_preset
+from lsgpt.utilities import suggest
 
 from . import attention, decode, prefill, train
 from .floor import floor_seconds, measure_rates

@@ -1,14 +1,13 @@
 """Named configurations to start from: model presets (JSON) and training recipes (YAML)."""
 
-import difflib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
+from lsgpt.utilities import suggest
 
 
 _FOLDER = Path(__file__).parent
@@ -74,47 +73,6 @@ def _build(values: dict, overrides: dict) -> LSGPTConfig:
         raise ValueError(str(error.__cause__ or error)) from error
 
 
-def describe(config: LSGPTConfig) -> dict[str, str]:
-    """The shape and size of a model, in words to their values."""
-    counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
-    if len(set(counts)) == 1:
-        kinds = f"{counts[0]} global + {heads - counts[0]} local"
-    else:
-        kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
-    shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
-    return {
-        "layers": str(config.num_hidden_layers),
-        "hidden size": f"{config.hidden_size} (MLP {config.intermediate_size})",
-        "heads per layer": f"{kinds}, {config.head_dim} dimensions each{shared}",
-        "window": f"{config.sliding_window} tokens",
-        "positions": f"{config.position_embedding_type}, {config.max_position_embeddings:,}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "parameters": with_unit(config.num_parameters()),
-    }
-
-
-def compare_costs(config: LSGPTConfig, length: int) -> dict[str, tuple[str, str, str]]:
-    """What `length` tokens cost, beside the same model with all heads global: this model, that one, the ratio."""
-    mhsa = config.equal_mhsa()
-    costs = {
-        "forward FLOPs per token": ("", config.flops_per_token(length), mhsa.flops_per_token(length)),
-        "KV cache in 16 bit, one sequence": ("B", config.kv_cache_bytes(length), mhsa.kv_cache_bytes(length)),
-    }
-    return {
-        name: (with_unit(ours, unit), with_unit(theirs, unit), f"{ours / theirs:.1%}")
-        for name, (unit, ours, theirs) in costs.items()
-    }
-
-
-def with_unit(value: float, unit: str = "") -> str:
-    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
-    prefixes = ["", "k", "M", "G", "T"]
-    while value >= 999.5 and len(prefixes) > 1:
-        value /= 1000
-        del prefixes[0]
-    return f"{value:.3g} {prefixes[0]}{unit}".strip()
-
-
 def list_recipes() -> list[str]:
     """Names of the training recipes."""
     return sorted(file.stem for file in (_FOLDER / "recipes").glob("*.yaml"))
@@ -139,12 +97,6 @@ def load_recipe(name_or_path: str | Path) -> dict:
                 f"{suggest(str(name_or_path), list_recipes())}"
             )
     return _read_yaml_mapping(file, "recipe")
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, or nothing when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def load_arms(file: str | Path | None = None) -> dict[str, dict]:
@@ -180,14 +132,10 @@ def _read_yaml_mapping(file: Path, kind: str) -> dict:
 
 __all__ = [
     "LSGPTConfig",
-    "compare_costs",
-    "describe",
     "list_presets",
     "list_recipes",
     "load_arms",
     "load_config",
     "load_preset",
     "load_recipe",
-    "suggest",
-    "with_unit",
 ]

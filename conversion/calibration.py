@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.training.data import load_documents, pack, tokenize
-from lsgpt.training.report import table
+from lsgpt.utilities import table
 
 from .heads import choose_global_heads, measure_locality, with_global_heads
 
@@ -120,7 +120,8 @@ def read_blocks(
             f"the text to calibrate with must have a block of {block_size} tokens to measure heads on and another one "
             f"to evaluate; {text!r} has less"
         )
-    return tuple(parts)
+    train, validation = parts
+    return train, validation
 
 
 @torch.no_grad()

@@ -101,9 +101,7 @@ def measure_locality(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
 
         return add
 
-    handles = [
-        layer.register_forward_pre_hook(adder(total), with_kwargs=True) for layer, total in zip(layers, totals)
-    ]
+    handles = [layer.register_forward_pre_hook(adder(total), with_kwargs=True) for layer, total in zip(layers, totals)]
     num_queries = 0
     try:
         for block in tqdm(blocks, desc="Measuring heads", leave=False):

@@ -16,19 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lsgpt.configuration import (
-    LSGPTConfig,
-    compare_costs,
-    describe,
-    list_recipes,
-    load_config,
-    load_preset,
-    load_recipe,
-)
+from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
-from lsgpt.training.report import format_results, points_of, table
+from lsgpt.training.report import format_results, points_of
+from lsgpt.utilities import compare_costs, describe, table
 
 
 HEADS_PICTURE = "heads.png"
@@ -77,7 +70,7 @@ def make_card(
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
-    metadata = find_license(folder, license, recipe)
+    metadata: dict = find_license(folder, license, recipe)
     results = _read_results(folder)
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name

@@ -195,7 +195,7 @@ def _check_access(repo_id: str):
 def _upload(files: dict[str, Path | bytes], repo_id: str, private: bool) -> str:
     api = HfApi()
     try:
-        ModelCard(files["README.md"].decode()).validate()
+        ModelCard(bytes(files["README.md"]).decode()).validate()
         url = api.create_repo(repo_id, private=private, exist_ok=False)
     except (OSError, HTTPError) as error:
         raise ValueError(f"the Hub does not take {repo_id!r}, nothing was made there: {error}") from error

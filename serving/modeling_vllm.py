@@ -125,8 +125,8 @@ class LSGPTAttention(nn.Module):
     def _attend(self, group: Attention, *heads: torch.Tensor) -> torch.Tensor:
         if self.padding == 0:
             return group(*heads)
-        heads = [F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.padding)).flatten(-2) for x in heads]
-        output = group(*heads).unflatten(-1, (-1, self.head_dim + self.padding))
+        padded = [F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.padding)).flatten(-2) for x in heads]
+        output = group(*padded).unflatten(-1, (-1, self.head_dim + self.padding))
         return output[..., : self.head_dim].flatten(-2)
 
 

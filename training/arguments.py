@@ -14,7 +14,8 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 
-from lsgpt.configuration import LSGPTConfig, load_config, load_preset, load_recipe, suggest
+from lsgpt.configuration import LSGPTConfig, load_config, load_preset, load_recipe
+from lsgpt.utilities import suggest
 
 from .stabilizers import STABILIZERS, config_fields, read_stabilizers
 from .telemetry import LogitTelemetryCallback

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import yaml
 
-from lsgpt.configuration import load_arms, suggest, with_unit
+from lsgpt.configuration import load_arms
+from lsgpt.utilities import suggest, table, with_unit
 
 from .arguments import Arguments, find_checkpoint, parse_arguments
 from .callbacks import read_metrics
 from .data import ALGORITHMS
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
-from .report import describe_environment, points_of, table, write_results
+from .report import describe_environment, points_of, write_results
 from .stabilizers import read_stabilizers
 from .train import check_checkpoint, load_texts, make_tokenizer
 
@@ -172,7 +173,8 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
         arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
         for arm, runs in results.items()
     }
-    write_results(folder, {"environment": describe_environment(), "arms": summary})
+    environment = describe_environment()
+    write_results(folder, {"environment": environment, "arms": summary})
 
     step, loss = "optimizer step", "cross-entropy (nats per token)"
     plots = []

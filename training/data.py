@@ -26,7 +26,7 @@ from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
 
-from lsgpt.configuration import suggest
+from lsgpt.utilities import suggest
 
 
 END_OF_TEXT = "<|endoftext|>"

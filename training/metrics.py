@@ -79,10 +79,10 @@ class _TokenMetric(evaluate.Metric):
 def _predicted_tokens(predictions: list[list[float]], references: list[list[int]]) -> tuple[np.ndarray, ...]:
     """The losses (float64), labels and positions in the row of all predicted tokens."""
     lengths = [len(row) for row in references]
-    for row, (losses, length) in enumerate(zip(predictions, lengths)):
-        if len(losses) != length:
+    for row, (values, length) in enumerate(zip(predictions, lengths)):
+        if len(values) != length:
             raise ValueError(
-                f"rows of `predictions` must be as long as those of `references`; got {len(losses)} losses and "
+                f"rows of `predictions` must be as long as those of `references`; got {len(values)} losses and "
                 f"{length} labels in row {row}"
             )
     losses = np.fromiter(chain.from_iterable(predictions), np.float64)

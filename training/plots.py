@@ -1,9 +1,10 @@
 """Plots of training runs, as PNG files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lsgpt.modeling_lsgpt import LSGPTConfig
 
 def plot_curves(
     path: str | Path,
-    curves: dict[str, list[Sequence[tuple[float, float]]]],
+    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
     xlabel: str,
     ylabel: str,
     log_x: bool = False,
@@ -44,10 +45,10 @@ def plot_curves(
         for i, line in enumerate(line for line in lines if line):
             shown = [(x, y) for x, y in line if math.isfinite(y) and not (log_y and y <= 0)]
             lost = [x for x, y in line if not math.isfinite(y) or (log_y and y <= 0)]
-            style = {"marker": "o", "markersize": 3} if len(shown) < 20 else {}
+            style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(shown) < 20 else {}
             x, y = zip(*shown) if shown else ((), ())
             axes.plot(x, y, color=f"C{number}", linewidth=1.2, label=None if i else label, **style)
-            upper_edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            upper_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot(lost, [1.0] * len(lost), "x", color=f"C{number}", markersize=6, **upper_edge)
             heights, missing = [*heights, *y], missing or bool(lost)
     if threshold is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from lsgpt.configuration import LSGPTConfig, describe, with_unit
+from lsgpt.modeling_lsgpt import LSGPTConfig
+from lsgpt.utilities import describe, table, with_unit
 
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 
@@ -217,8 +218,3 @@ def format_results(results: dict) -> dict[str, str]:
     if results["max_logit"] is not None:
         rows["largest attention logit seen in training"] = f"{results['max_logit']:.4g}"
     return rows
-
-
-def table(rows: dict[str, str]) -> str:
-    """A Markdown table of names and values."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lsgpt.configuration import suggest
 from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.utilities import suggest
 
 
 class Stabilizer(NamedTuple):

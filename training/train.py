@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,11 @@ STREAM_BUFFER = 1000
 
 
 class LSGPTTrainer(Trainer):
-    """The stock `Trainer`, but that steps do without logits, and `push_to_hub` brings the card of `lsgpt publish`."""
+    """The stock `Trainer`, but that steps do without logits, and that `save_card` writes the model card of a push."""
+
+    save_card: Callable[..., object] | None = None
+    """What writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`, or
+    else Transformers. It is passed in, because cards are made with this package's readers of what a run leaves."""
 
     def create_accelerator_and_postprocess(self):
         """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
@@ -81,7 +86,7 @@ class LSGPTTrainer(Trainer):
         model_name: str | None = None,
     ):
         """
-        Writes the card of `lsgpt.model_cards.make_card` and its picture into `output_dir`.
+        Writes the card into `output_dir`, with `save_card` where it is set.
 
         Args:
             language: Language codes for the metadata.
@@ -89,13 +94,13 @@ class LSGPTTrainer(Trainer):
             tags: Tags for the metadata, besides our own.
             model_name: Not used: the card has the name of the repository.
         """
+        if self.save_card is None:
+            super().create_model_card(language, license, tags, model_name)
+            return
         if not self.is_world_process_zero():
             return
-        # Here, because cards are made with this package's readers of what a run leaves.
-        from lsgpt.model_cards import save_card  # noqa: PLC0415
-
         tags = [tags] if isinstance(tags, str) else tags or []
-        save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+        self.save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
 
 
 def check_parallelism(args: TrainingArguments):
@@ -147,10 +152,15 @@ def check_evaluation(args: TrainingArguments):
             )
 
 
-def run(arguments: Arguments) -> Trainer:
+def run(arguments: Arguments, save_card: Callable[..., object] | None = None) -> Trainer:
     """
     Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
     tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
+
+    Args:
+        arguments: What `parse_arguments` returns.
+        save_card: What writes the model card where the run is pushed to the Hub: `lsgpt.model_cards.save_card`, or
+            else Transformers.
 
     Returns:
         The trainer, with the trained model.
@@ -158,12 +168,12 @@ def run(arguments: Arguments) -> Trainer:
     Raises:
         ValueError: Arguments that cannot be, or data that does not fit them.
     """
-    trainer = build_trainer(arguments)
+    trainer = build_trainer(arguments, save_card)
     train(trainer, arguments)
     return trainer
 
 
-def build_trainer(arguments: Arguments) -> Trainer:
+def build_trainer(arguments: Arguments, save_card: Callable[..., object] | None = None) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
     args, stabilizers = arguments.training, arguments.run.stabilizers
     check_parallelism(args)
@@ -208,6 +218,7 @@ def build_trainer(arguments: Arguments) -> Trainer:
         callbacks=_callbacks(arguments.run),
         optimizer_cls_and_kwargs=optimizer,
     )
+    trainer.save_card = save_card
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
         # Accelerate's own adds up gradients in bfloat16, and rounds the loss to its two to three digits.

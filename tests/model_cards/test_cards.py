@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import lsgpt_cli
 from lsgpt import LSGPTConfig
 from lsgpt.configuration import list_presets, load_preset
-from lsgpt.model_cards import draw_heads, make_card, make_preset_card, publish
+from lsgpt.model_cards import draw_heads, make_card, make_preset_card, publish, save_card
 from lsgpt.training import parse_arguments, run
 
 
@@ -68,7 +68,8 @@ def trainer(hub, tmp_path_factory):
     (folder / "words.txt").write_text(" ".join(f"word{i % 97} and {i % 89};" for i in range(20_000)))
     options = ["--dataset_name", str(folder / "words.txt"), "--output_dir", str(folder / "tiny"), "--prompt", "word"]
     hub_options = ["--push_to_hub", "true", "--hub_model_id", "ada/pushed", "--hub_token", "hf_write"]
-    return run(parse_arguments("demo", [*RUN, *options, *hub_options, "--license", "mit"]))
+    arguments = parse_arguments("demo", [*RUN, *options, *hub_options, "--license", "mit"])
+    return run(arguments, save_card)
 
 
 @pytest.fixture

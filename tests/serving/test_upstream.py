@@ -1,0 +1,80 @@
+"""What the plugin uses of the insides of vLLM, one test for each thing; see `tests/test_upstream.py`."""
+
+import inspect
+
+import torch
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+
+def takes(function, *names):
+    """Whether a function or class can be called with these keyword arguments."""
+    return set(names) <= set(inspect.signature(function).parameters)
+
+
+def test_models_config_map_holds_what_verifies_a_configuration():
+    assert all(issubclass(checks, VerifyAndUpdateConfig) for checks in MODELS_CONFIG_MAP.values())
+    assert takes(VerifyAndUpdateConfig.verify_and_update_config, "vllm_config")
+
+
+def test_plugins_are_found_in_the_group_general_plugins():
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: PLC0415
+
+    assert DEFAULT_PLUGINS_GROUP == "vllm.general_plugins"
+
+
+def test_get_attn_backend_and_its_supported_head_sizes():
+    from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
+
+    assert list(inspect.signature(get_attn_backend).parameters)[:3] == ["head_size", "dtype", "kv_cache_dtype"]
+    from vllm.v1.attention.backend import AttentionBackend  # noqa: PLC0415
+
+    assert callable(AttentionBackend.get_supported_head_sizes) and callable(AttentionBackend.get_name)
+
+
+def test_weights_mapper_has_orig_to_new_stacked():
+    mapper = WeightsMapper(orig_to_new_stacked={".q_proj": (".qkv_proj", "q")})
+    assert mapper.orig_to_new_stacked == {".q_proj": (".qkv_proj", "q")}
+    assert takes(AutoWeightsLoader.load_weights, "weights", "mapper")
+    assert maybe_prefix("", "model") == "model" and maybe_prefix("a", "model") == "a.model"
+
+
+def test_attention_takes_a_window_and_a_soft_cap_for_each_layer():
+    from vllm.model_executor.layers.attention import Attention  # noqa: PLC0415
+
+    names = ("num_kv_heads", "cache_config", "quant_config", "logits_soft_cap", "per_layer_sliding_window", "prefix")
+    assert list(inspect.signature(Attention).parameters)[:3] == ["num_heads", "head_size", "scale"]
+    assert takes(Attention, *names)
+
+
+def test_layers_take_the_arguments_of_ours():
+    from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm  # noqa: PLC0415
+    from vllm.model_executor.layers.linear import (  # noqa: PLC0415
+        ColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
+
+    assert takes(LayerNorm, "eps", "bias") and takes(RMSNorm, "eps")
+    for layer in (ColumnParallelLinear, QKVParallelLinear, RowParallelLinear):
+        assert takes(layer, "bias", "quant_config", "prefix")
+    order = ["hidden_size", "head_size", "total_num_heads", "total_num_kv_heads"]
+    assert list(inspect.signature(QKVParallelLinear).parameters)[:4] == order
+    assert takes(get_rope, "rope_parameters")
+    assert takes(ParallelLMHead.tie_weights, "embed_tokens") and takes(ParallelLMHead, "quant_config", "prefix")
+
+
+def test_support_torch_compile_compiles_by_the_names_of_forwards_arguments():
+    from vllm.compilation.decorators import support_torch_compile  # noqa: PLC0415
+
+    @support_torch_compile
+    class Model(torch.nn.Module):
+        def __init__(self, *, vllm_config, prefix=""):
+            super().__init__()
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return positions
+
+    assert takes(Model, "vllm_config", "prefix")

@@ -1,0 +1,7 @@
+"""What several packages share: the wording of messages and tables, and the summary of a model."""
+
+from .model_summary import compare_costs, describe
+from .wording import suggest, table, with_unit
+
+
+__all__ = ["compare_costs", "describe", "suggest", "table", "with_unit"]

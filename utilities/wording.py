@@ -1,0 +1,24 @@
+"""Small pieces of text for people: hints in error messages, numbers with units, tables."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the nearest known one, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def with_unit(value: float, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}{unit}".strip()
+
+
+def table(rows: dict[str, str]) -> str:
+    """A Markdown table of names and values."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
