@@ -19,7 +19,8 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils import is_flash_attn_2_available
 
-from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, HeadGroup, LSGPTAttention, LSGPTConfig, create_attention_masks
+from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, describe_visibility, plan_attention
+from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -281,23 +282,23 @@ def gpt2_config(config: LSGPTConfig, activation: str = "gelu_new") -> GPT2Config
 
 def make_limit(model: nn.Module) -> Peer:
     """
-    `model` on the `sdpa` engine without the attention of its local heads, masks and cache updates included: a local
-    head returns its values, as if each token saw itself only. The projections of all heads stay.
+    `model` on the `sdpa` engine without the attention of its local heads, cache updates included: a local head returns
+    its values, as if each token saw itself only. The projections of all heads stay.
     """
     limit = twin(model, "sdpa")
     for layer in attention_layers(limit):
-        for group in layer.head_groups:
-            if group.kind == LOCAL:
-                group.forward = _return_values(group)
-    # The finished masks: `None` lets the global heads be causal, as without padding they are.
-    return Peer(limit, options={"attention_mask": {GLOBAL: None, LOCAL: None}})
+        layer.forward = partial(_attend_globally, layer)
+    return Peer(limit)
 
 
-def _return_values(group: HeadGroup) -> Callable:
-    def forward(query, key, value, *args, **kwargs):
-        return repeat_kv(value, group.num_key_value_groups).transpose(1, 2)
-
-    return forward
+def _attend_globally(layer, hidden_states, attention_plan, position_embeddings=None, past_key_values=None, **kwargs):
+    outputs = []
+    for heads in layer.project(hidden_states, position_embeddings).split():
+        if heads.kind == LOCAL:
+            outputs.append(repeat_kv(heads.value, heads.group.num_key_value_groups).transpose(1, 2))
+        else:
+            outputs.append(attention_plan.attend([heads.update_cache(past_key_values)]).output)
+    return layer.o_proj(torch.cat(outputs, dim=2).flatten(2)), None
 
 
 def attention_function(config: LSGPTConfig, engine: str, backend: SDPBackend | None = None) -> Callable:
@@ -312,8 +313,10 @@ def attention_function(config: LSGPTConfig, engine: str, backend: SDPBackend | N
 
     def attend(query, key, value):
         with _only(backend):
-            masks = create_attention_masks(config, query.new_empty(query.shape[0], query.shape[2], 0))
-            return layer.attend(query, key, value, masks)[0]
+            visibility = describe_visibility(config, query.new_empty(query.shape[0], query.shape[2], 0))
+            plan = plan_attention(config, visibility)
+            heads = Heads(tuple(layer.head_groups), query, key, value)
+            return layer.attend(plan.calls(heads, heads.split()), plan).output
 
     return attend
 

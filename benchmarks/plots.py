@@ -68,5 +68,5 @@ def plot_ratios(path: Path, name: str, rows: list[dict]):
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the time (less is better)")
     figure.suptitle(TITLES[name])
-    figure.legend(handles=handles.values(), loc="outside lower center", ncols=len(baselines), fontsize=8)
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=len(baselines), fontsize=8)
     figure.savefig(path, dpi=150)

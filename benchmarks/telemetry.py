@@ -98,21 +98,22 @@ def train(options: argparse.Namespace, steps: int, every_n_steps: int | None, br
 def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
     """Keeps the largest logit of each layer's global and local heads in the last batch, under the names of the log."""
 
-    def watch(name):
-        def record(group, inputs):
-            query, key = (x.detach() for x in inputs[:2])
-            position = torch.arange(query.shape[2])
-            distance = position[:, None] - position
-            window = group.sliding_window or len(position)
-            scores = query @ key.repeat_interleave(group.num_key_value_groups, dim=1).mT * query.shape[-1] ** -0.5
-            expected[name] = (scores.abs() * ((distance >= 0) & (distance < window))).max().item()
+    def watch(number):
+        def record(layer, args, kwargs):
+            for heads in layer.project(*args, kwargs["position_embeddings"]).split():
+                query, key, group = heads.query.detach(), heads.key.detach(), heads.group
+                position = torch.arange(query.shape[2])
+                distance = position[:, None] - position
+                window = group.sliding_window or len(position)
+                scores = query @ key.repeat_interleave(group.num_key_value_groups, dim=1).mT * query.shape[-1] ** -0.5
+                kind = "local" if heads.kind == LOCAL else "global"
+                is_visible = (distance >= 0) & (distance < window)
+                expected[f"max_logit/layer_{number}/{kind}"] = (scores.abs() * is_visible).max().item()
 
         return record
 
     for number, layer in enumerate(model.model.layers):
-        for group in layer.self_attn.head_groups:
-            kind = "local" if group.kind == LOCAL else "global"
-            group.register_forward_pre_hook(watch(f"max_logit/layer_{number}/{kind}"))
+        layer.self_attn.register_forward_pre_hook(watch(number), with_kwargs=True)
 
 
 def check(options: argparse.Namespace):

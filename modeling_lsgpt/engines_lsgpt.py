@@ -6,6 +6,7 @@ whom, and attends. `docs/attention.md` shows how to add one.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -87,9 +88,6 @@ class Attended(NamedTuple):
 class Engine:
     """An engine. Sub-classes need `attend`, and the other methods as far as they differ from these."""
 
-    has_weights = False
-    """Whether it has `attend_with_weights`."""
-
     def refuse(self, config: LSGPTConfig, heads: Heads):
         """Raises `ValueError`, with the remedy, for what the engine cannot do: with such a model, or such tensors."""
 
@@ -141,8 +139,6 @@ def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
 
 class EagerEngine(Engine):
     """Attention written out, the reference for the others; the only engine with attention weights."""
-
-    has_weights = True
 
     def attend(self, heads, form, measure=False, **kwargs):
         value = repeat_kv(heads.value, heads.group.num_key_value_groups)
@@ -263,6 +259,11 @@ class FlexEngine(Engine):
 
     def refuse(self, config, heads):
         query = heads.query
+        if heads.group.dropout:
+            raise ValueError(
+                f"FlexAttention cannot do `attention_dropout`, which is {heads.group.dropout} here; use "
+                'attn_implementation="sdpa", or do without'
+            )
         if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "PyTorch's FlexAttention has no backward pass on the CPU; train with "
@@ -291,7 +292,18 @@ class FlexEngine(Engine):
         return _block_mask(of_all, config.num_attention_heads)
 
     def attend(self, heads, form, measure=False, **kwargs):
-        return attend_through_transformers("flex_attention", heads, form, **kwargs)
+        group, (_, query, key, value) = heads.group, heads
+        if query.device.type != "cpu":
+            return attend_through_transformers("flex_attention", heads, form, **kwargs)
+
+        def soften(logit, *indices):
+            return group.softcap * torch.tanh(logit / group.softcap)
+
+        # Not compiled: for CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is not compiled
+            softcap = None if group.softcap is None else soften
+            output = flex_attention(query, key, value, softcap, form, group.scaling, enable_gqa=True)
+        return Attended(output.transpose(1, 2))
 
 
 def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMask:
@@ -407,7 +419,7 @@ class AttentionPlan:
         for heads in calls:
             self.engine.refuse(config, heads)
         forms = [self.forms[heads.kind] for heads in calls]
-        if self.engine.has_weights and kwargs.get("output_attentions", config.output_attentions):
+        if isinstance(self.engine, EagerEngine) and kwargs.get("output_attentions", config.output_attentions):
             offsets = [self.visibility[heads.kind].kv_offset for heads in calls]
             return self.engine.attend_with_weights(calls, forms, offsets)
         results = [self.engine.attend(heads, form, measure, **kwargs) for heads, form in zip(calls, forms)]

@@ -13,7 +13,7 @@ import lsgpt_cli
 from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, timing, train
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
-from lsgpt.modeling_lsgpt import LSGPTForCausalLM, attention_lsgpt
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM, describe_visibility, engines_lsgpt, plan_attention
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -242,7 +242,7 @@ def wrong_gradient(query, key, value, *args):
     return blocked(query, key, 1.01 * value - 0.01 * value.detach(), *args)
 
 
-blocked = attention_lsgpt.blocked_attention_forward
+blocked = engines_lsgpt.blocked_attention_forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,14 +250,14 @@ blocked = attention_lsgpt.blocked_attention_forward
 def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
     shape = shape._replace(dtype=dtype)
     check(benchmark.prepare(shape))
-    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", narrow_window)
     with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
         check(benchmark.prepare(shape))
 
 
 @pytest.mark.parametrize("benchmark", [attention, train])
 def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
-    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", wrong_gradient)
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", wrong_gradient)
     with pytest.raises(RuntimeError, match="gradients of values of local heads: wrong by"):
         check(benchmark.prepare(shape))
 
@@ -280,7 +280,7 @@ def narrower(config):
 def test_wrong_model_is_not_timed(fault, what, shape, monkeypatch):
     # Attention alone is not looked at.
     monkeypatch.setattr("lsgpt.benchmarks.gate.check_attention", lambda *args, **kwargs: None)
-    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", fault)
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", fault)
     with pytest.raises(RuntimeError, match=f"lsgpt sdpa, {what}.* of 75 tokens: wrong by"):
         check(train.prepare(shape))
 
@@ -313,7 +313,7 @@ def test_wrong_multi_head_attention_is_not_timed(shape, monkeypatch):
 
 
 def test_nothing_is_timed_before_the_gates(shape, monkeypatch):
-    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", narrow_window)
     monkeypatch.setattr(suite, "measure", lambda *args: pytest.fail("timed"))
     with pytest.raises(RuntimeError, match="it is not timed"):
         suite.run("prefill", shape, budget=0.0)
@@ -330,10 +330,14 @@ def test_limit_leaves_local_attention_out(shape):
     shape, models = peers.build_models(shape, "prefill")
     ours, limit = models["lsgpt sdpa"], models["limit sdpa"]
     assert ours.model.lm_head.weight is limit.model.lm_head.weight
-    query, key, value = torch.randn(3, 2, 6, 75, 24)
-    masks = masking(ours.model, query)
-    expected = attention_layers(ours.model)[0].attend(query, key, value, masks)[0]
-    actual = attention_layers(limit.model)[0].attend(query, key, value, limit.options["attention_mask"])[0]
+    hidden_states, outputs = torch.randn(2, 75, ours.model.config.hidden_size), []
+    plan = plan_attention(ours.model.config, describe_visibility(ours.model.config, hidden_states))
+    for peer in (ours, limit):
+        layer = attention_layers(peer.model)[0]
+        layer.o_proj.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0].unflatten(2, (6, -1))))
+        layer(hidden_states, attention_plan=plan)
+    expected, actual = outputs
+    value = layer.project(hidden_states).value
     torch.testing.assert_close(actual[:, :, :1], expected[:, :, :1], rtol=0, atol=0)
     assert torch.equal(actual[:, :, 1:], value[:, 1:].transpose(1, 2))
     assert not torch.allclose(expected[:, :, 1:], actual[:, :, 1:], atol=0.1)
@@ -343,10 +347,6 @@ def test_limit_leaves_local_attention_out(shape):
         cache = limit(input_ids=ids, use_cache=True).past_key_values
         limit(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [76, 0, 76, 0]  # of global and local heads
-
-
-def masking(model, query):
-    return peers.create_attention_masks(model.config, query.new_empty(query.shape[0], query.shape[2], 0))
 
 
 def test_gpt2_has_the_same_shape(shape):
@@ -400,11 +400,10 @@ def test_telemetry_is_timed_as_a_training_step(shape):
     calls = []
     benchmark.peers["telemetry sdpa"]()()
     model = benchmark.gates[0].args[1].model
-    assert all(group.max_logit is None for layer in attention_layers(model) for group in layer.head_groups)
+    assert all(layer.max_logits is None for layer in attention_layers(model))
     handles = [
-        group.register_forward_pre_hook(lambda group, inputs: calls.append(group.max_logit is not None))
+        layer.register_forward_pre_hook(lambda layer, inputs: calls.append(layer.max_logits is not None))
         for layer in attention_layers(model)
-        for group in layer.head_groups
     ]
     benchmark.peers["telemetry sdpa"]()()
     benchmark.peers["lsgpt sdpa"]()()

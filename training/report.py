@@ -44,7 +44,7 @@ def describe_commit() -> str:
     folder = Path(__file__).resolve().parents[1]
     if not (folder / ".git").exists():  # looked for here alone: an environment may lie inside another project's clone
         return f"none: the installed package, version {importlib.metadata.version('lsgpt')}"
-    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import LSGPTForCausalLM, measure_max_logits
+from lsgpt.modeling_lsgpt.engines_lsgpt import AttentionPlan
 from lsgpt.training import (
     STABILIZERS,
     LogitTelemetryCallback,
@@ -91,7 +92,7 @@ def test_z_loss(tiny_model, num_global_heads, num_items_in_batch):
 
 
 @pytest.mark.parametrize("values", [{}, {"num_global_heads": 6}, {"num_global_heads": 0}, {"num_key_value_heads": 3}])
-def test_float32_attention(tiny_model, values):
+def test_float32_attention(tiny_model, values, monkeypatch):
     """Under autocast the error of the attention is gone, that of the projections stays; without it nothing changes."""
     model = tiny_model(**values)
     plain = model(INPUTS).logits
@@ -100,12 +101,14 @@ def test_float32_attention(tiny_model, values):
     attend_in_float32(model)
     assert torch.equal(model(INPUTS).logits, plain)
     dtypes = []
-    for layer in model.model.layers:
-        for group in layer.self_attn.head_groups:
-            group._attend = lambda q, k, v, mask, of=group, **kwargs: (
-                dtypes.append((q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")))
-                or type(of)._attend(of, q, k, v, mask, **kwargs)
-            )
+
+    def attend(plan, calls, *args, **kwargs):
+        for heads in calls:
+            dtypes.append((*(x.dtype for x in heads[1:]), torch.is_autocast_enabled("cpu")))
+        return forward(plan, calls, *args, **kwargs)
+
+    forward = AttentionPlan.attend
+    monkeypatch.setattr(AttentionPlan, "attend", attend)
     with torch.autocast("cpu", torch.bfloat16):
         high = model(INPUTS).logits
     assert set(dtypes) == {(torch.float32, torch.float32, torch.float32, False)}

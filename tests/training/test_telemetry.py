@@ -14,40 +14,33 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers.integrations import TensorBoardCallback
 
 from lsgpt import measure_max_logits
-from lsgpt.modeling_lsgpt import LOCAL, HeadGroup
+from lsgpt.modeling_lsgpt import attention_layers
 from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, MetricsFileCallback, StopOnBadLossCallback, qk_clip
 from lsgpt.training.telemetry import summarize_max_logits
 
 
 def watch_by_brute_force(model, told=None):
-    """Keeps, beside the model's own measurement, the maximum over each group's full masked score matrix."""
+    """Keeps, beside the model's own measurement, the maximum over each layer's full masked score matrix."""
     maxima = {}
 
-    def record(group, args):
-        query, key = (x.detach().float() for x in args[:2])
-        key = key.repeat_interleave(group.num_key_value_groups, dim=1)
+    def record(layer, args, kwargs):
+        heads, config = layer.project(*args, kwargs["position_embeddings"]), model.config
+        query, key = heads.query.detach().float(), heads.key.detach().float()
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         with torch.autocast("cpu", enabled=False):
             logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-        num_global_heads = 0 if group.kind == LOCAL else group.num_heads
-        length = query.shape[2]
         visible = visible_pairs(
-            group.num_heads, num_global_heads, model.config.sliding_window, length, length, **(told or {})
+            query.shape[1], heads.num_global_heads, config.sliding_window, *logits.shape[2:], **(told or {})
         )
+        if "padding_mask" in (told or {}):
+            visible = visible & told["padding_mask"][:, None, :, None].bool()  # queries too
         new = (logits.abs() * visible).amax(dim=(0, 2, 3))
-        maxima[group.layer_idx] = torch.maximum(maxima.get(group.layer_idx, new), new)
+        maxima[layer] = torch.maximum(maxima.get(layer, new), new)
 
-    for module in model.modules():
-        if isinstance(module, HeadGroup):
-            module.register_forward_pre_hook(record)
-
-    def rows():
-        layers, first = [], 0
-        for groups in model.config.head_groups:
-            layers.append(torch.cat([maxima[first + i] for i in range(len(groups))]))
-            first += len(groups)
-        return torch.stack(layers)
-
-    return maxima, rows
+    layers = attention_layers(model)
+    for layer in layers:
+        layer.register_forward_pre_hook(record, with_kwargs=True)
+    return maxima, lambda: torch.stack([maxima[layer] for layer in layers])
 
 
 def scenario(name):
@@ -177,7 +170,7 @@ def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, fresh
     for name, tag in (("max_logit", "train/max_logit"), ("max_logit/layer_1/local", "train/max_logit/layer_1/local")):
         scalars = {event.step: event.value for event in events.Scalars(tag)}
         assert scalars == {step: pytest.approx(log[name]) for step, log in history.items()}
-    assert all(module.max_logit is None for module in model.modules() if isinstance(module, HeadGroup))
+    assert all(layer.max_logits is None for layer in attention_layers(model))
 
 
 def test_a_stock_trainer_that_asks_its_tracker_too_early_says_so(tiny_model, tmp_path, monkeypatch, caplog):
