@@ -54,7 +54,8 @@ class LSGPTTrainer(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """As in `Trainer`; a training step has no use for the logits, which are its largest tensor."""
-        if model.training and self.label_smoother is None:  # label smoothing computes its loss from the logits
+        is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
+        if model.training and is_models_own and "labels" in inputs:
             inputs = {**inputs, "skip_logits": True}
         return super().compute_loss(model, inputs, *args, **kwargs)
 

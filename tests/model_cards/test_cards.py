@@ -50,6 +50,7 @@ PUBLISHED = {
         "cache_lsgpt.py",
         "configuration_lsgpt.py",
         "linear_lsgpt.py",
+        "loss_lsgpt.py",
         "masking_lsgpt.py",
         "modeling_lsgpt.py",
         "sdpa_lsgpt.py",
