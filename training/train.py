@@ -65,6 +65,11 @@ class LSGPTTrainer(Trainer):
         license: str | None = None,
         tags: str | list[str] | None = None,
         model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
     ):
         """
         Writes the card of `lsgpt.model_cards.make_card` and its picture into `output_dir`.
@@ -74,6 +79,11 @@ class LSGPTTrainer(Trainer):
             license: The weights' licence; by default that of the recipe.
             tags: Tags for the metadata, besides our own.
             model_name: Not used: the card has the name of the repository.
+            finetuned_from: Name on the Hub of the model that was trained further; by default that of the recipe.
+            tasks: Not used: the task is text generation.
+            dataset_tags: Names on the Hub of the data sets; by default that of the recipe.
+            dataset: Not used: the card describes the data of the recipe.
+            dataset_args: Not used, as `dataset`.
         """
         if not self.is_world_process_zero():
             return
@@ -81,7 +91,12 @@ class LSGPTTrainer(Trainer):
         from lsgpt.model_cards import save_card  # noqa: PLC0415
 
         tags = [tags] if isinstance(tags, str) else tags or []
-        save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+        card = save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+        if finetuned_from:
+            card.data.base_model = finetuned_from
+        if dataset_tags:
+            card.data.datasets = [dataset_tags] if isinstance(dataset_tags, str) else dataset_tags
+        card.save(Path(self.args.output_dir) / "README.md")
 
 
 def run(arguments: Arguments) -> Trainer:

@@ -216,8 +216,18 @@ def test_push_to_hub_brings_the_same_card(hub, trainer, folder):
     assert set(files) >= PUBLISHED
     assert "hub_token" not in files["recipe.yaml"].decode() + files["report.md"].decode()
 
-    trainer.create_model_card(license="apache-2.0", tags="toy", language="en")
+    # All that `Trainer` takes, and `Trainer.push_to_hub` passes on.
+    of_trainer = {"model_name": "toy", "tasks": "text-generation", "dataset": "Ada's texts", "dataset_args": "all"}
+    trainer.create_model_card(
+        license="apache-2.0",
+        tags="toy",
+        language="en",
+        finetuned_from="ada/base",
+        dataset_tags="ada/texts",
+        **of_trainer,
+    )
     card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
+    assert (card.data.base_model, card.data.datasets) == ("ada/base", ["ada/texts"])
     assert (card.data.license, card.data.language) == ("apache-2.0", "en")
     assert "toy" in card.data.tags
 
