@@ -5,6 +5,7 @@ Long Short-attention is described in S. Hajra, arXiv:2505.15548.
 
 import copy
 import difflib
+import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -147,6 +148,8 @@ class LSGPTConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        if self.rope_parameters is None and self.position_embedding_type == "rope":
+            self.rope_parameters = {}  # Transformers fills in its defaults
         # Here too, because `@strict` validates later and wraps what it finds in an error that is no `ValueError`.
         self.validate_architecture()
 
@@ -159,9 +162,15 @@ class LSGPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.position_embedding_type != "rope":
             self.rope_parameters = None  # Transformers fills in defaults for every configuration that has the field
+        self.validate_architecture()  # again: Transformers has moved arguments such as `rope_theta` into fields
 
     def validate_architecture(self):
-        """Checks the values against each other; runs on construction and on save. Raises `ValueError`."""
+        """
+        Checks the values against each other. Runs on construction, when a model is built, and on save.
+
+        Raises:
+            ValueError: A value, or a combination of values, that no model can have.
+        """
 
         def require(condition: bool, field: str, rule: str):
             if not condition:
@@ -177,7 +186,7 @@ class LSGPTConfig(PreTrainedConfig):
             "intermediate_size",
             "max_position_embeddings",
         ):
-            require(getattr(self, field) > 0, field, "a positive integer")
+            require((getattr(self, field) or 0) > 0, field, "a positive integer")
         heads, groups = self.num_attention_heads, self.num_attention_heads // self.num_key_value_heads
         require(
             heads % self.num_key_value_heads == 0,
@@ -209,7 +218,20 @@ class LSGPTConfig(PreTrainedConfig):
         )
         if self.position_embedding_type == "rope":
             require(self.head_dim % 2 == 0, "head_dim", 'even with `position_embedding_type="rope"`')
-            rope, rope_types = self.rope_parameters or {}, ("default", *ROPE_INIT_FUNCTIONS)
+            rope, rope_types = self.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
+            require(rope is not None, "rope_parameters", 'a dictionary with `position_embedding_type="rope"`')
+            require(
+                not rope.keys() & {GLOBAL, LOCAL},
+                "rope_parameters",
+                "one set of parameters: both kinds of heads are rotated alike",
+            )
+            for name in ("rope_theta", "factor"):
+                value = rope.get(name, 1.0)
+                require(
+                    isinstance(value, (int, float)) and 0 < value < math.inf,
+                    "rope_parameters",
+                    f"a dictionary whose `{name}` is a positive number",
+                )
             require(
                 rope.get("rope_type", "default") in rope_types,
                 "rope_parameters",
@@ -225,11 +247,15 @@ class LSGPTConfig(PreTrainedConfig):
         if self.position_embedding_type != "rope":
             require(not self.rope_parameters, "rope_parameters", 'unset without `position_embedding_type="rope"`')
         softcap = self.attn_logit_softcapping
-        require(softcap is None or softcap > 0, "attn_logit_softcapping", "positive, or None for no soft-capping")
+        require(
+            softcap is None or 0 < softcap < math.inf,
+            "attn_logit_softcapping",
+            "positive and finite, or None for no soft-capping",
+        )
         for field in ("attention_dropout", "resid_dropout", "embd_dropout"):
             require(0 <= getattr(self, field) < 1, field, "a probability in [0, 1)")
         for field in ("layer_norm_eps", "initializer_range"):
-            require(getattr(self, field) > 0, field, "positive")
+            require(0 < getattr(self, field) < math.inf, field, "positive and finite")
 
     def validate_layer_type(self):
         """Nothing to check: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""

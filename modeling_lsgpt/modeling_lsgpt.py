@@ -3,10 +3,10 @@
 Shapes: B batch, T new tokens, V `vocab_size`.
 """
 
+from functools import cache
+
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -17,6 +17,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -29,11 +30,8 @@ from .cache_lsgpt import make_room
 from .configuration_lsgpt import LSGPTConfig
 from .cpu_lsgpt import Linear
 from .engines_lsgpt import plan_attention
+from .loss_lsgpt import causal_lm_loss
 from .visibility_lsgpt import create_attention_masks, describe_visibility
-
-
-LOSS_CHUNK_LENGTH = 512
-"""Tokens of the batch whose logits exist at a time where a loss is computed without returning logits."""
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -103,10 +101,17 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": LSGPTDecoderLayer, "attentions": LSGPTAttention}
 
     def __init__(self, config: LSGPTConfig):
+        config.validate_architecture()  # again: its fields can be set
         super().__init__(config)
-        # The generic heads build their decoder through AutoModel. It must know this very class: from a checkpoint's
-        # code, Transformers imports the configuration twice, once for itself and once for this file.
-        AutoModel.register(type(config), LSGPTModel, exist_ok=True)
+        _register_decoder(type(config))
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # FSDP2 gives a sharded model a class of its own. Under the name of ours Transformers finds the code to save
+        # with a checkpoint, and knows what kind of model it is.
+        if cls.__module__.startswith("torch."):
+            sharded = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
+            cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -117,15 +122,34 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)
 
-    def save_pretrained(self, *args, **kwargs):
-        """Saves weights, configuration and code, as in Transformers."""
-        # FSDP2 puts a class of PyTorch's before the model's own, and Transformers would save the code of that one.
-        sharded_class = type(self)
-        self.__class__ = next(c for c in sharded_class.__mro__ if not c.__module__.startswith("torch."))
-        try:
-            return super().save_pretrained(*args, **kwargs)
-        finally:
-            self.__class__ = sharded_class
+    def _check_ids(self, name: str, ids: torch.Tensor, limit: str, ignored: int | None = None):
+        """
+        Ids index `config.<limit>` rows, but for those that are `ignored`. Values are looked at on the CPU only:
+        elsewhere that would cost a wait.
+        """
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"`{name}` must be integers, of dtype torch.int64 or torch.int32; got {ids.dtype}; convert them with "
+                "`.long()`"
+            )
+        if ids.device.type != "cpu" or is_tracing(ids):
+            return
+        if ignored is not None:
+            ids = ids[ids != ignored]
+        if not ids.numel():
+            return
+        low, high = ids.aminmax()
+        size = getattr(self.config, limit)
+        if low < 0 or high >= size:
+            worst = low.item() if low < 0 else high.item()
+            rule = f"between 0 and {size - 1} (`{limit}` is {size})"
+            rule += "" if ignored is None else f", or {ignored} to be ignored"
+            remedy = {
+                "vocab_size": "is the tokenizer this model's?",
+                "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
+                'more of them or with position_embedding_type="rope"',
+            }[limit]
+            raise ValueError(f"`{name}` must be {rule}; got {worst}; {remedy}")
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
@@ -140,6 +164,15 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             return super()._flash_attn_can_dispatch(*args, **kwargs)
         except ImportError as error:
             raise ImportError(f'{error} Install it, or use attn_implementation="sdpa"') from error
+
+
+@cache
+def _register_decoder(config_class: type[LSGPTConfig]):
+    """
+    Makes `AutoModel` build `LSGPTModel`, as the generic heads ask it to. Not done once for this file's `LSGPTConfig`:
+    from a checkpoint's code, Transformers imports the configuration twice, once for itself and once for this file.
+    """
+    AutoModel.register(config_class, LSGPTModel, exist_ok=True)
 
 
 class LSGPTModel(LSGPTPreTrainedModel):
@@ -212,7 +245,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         hidden_states, position_embeddings = inputs_embeds, None
         if self.embed_positions is not None:
             if self.config.position_embedding_type == "learned":
-                self._check_range("position_ids", position_ids, "max_position_embeddings")
+                self._check_ids("position_ids", position_ids, "max_position_embeddings")
             hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
         elif self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
@@ -238,9 +271,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 raise ValueError(
                     f"`input_ids` must have shape (batch, tokens) with a token or more; got {tuple(input_ids.shape)}"
                 )
-            if input_ids.is_floating_point():
-                raise ValueError(f"`input_ids` must be integers; got {input_ids.dtype}")
-            self._check_range("input_ids", input_ids, "vocab_size")
+            self._check_ids("input_ids", input_ids, "vocab_size")
         else:
             size = self.config.hidden_size
             if inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != size:
@@ -254,21 +285,6 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 f"`position_ids` must have shape ({batch_size}, {length}), like the inputs; "
                 f"got {tuple(position_ids.shape)}"
             )
-
-    def _check_range(self, name: str, ids: torch.Tensor, limit: str):
-        """Ids index an embedding of `config.<limit>` rows. On the CPU only: elsewhere looking would cost a wait."""
-        if ids.device.type != "cpu" or is_tracing(ids):
-            return
-        low, high = ids.aminmax()
-        size = getattr(self.config, limit)
-        if low < 0 or high >= size:
-            worst = low.item() if low < 0 else high.item()
-            remedy = {
-                "vocab_size": "is the tokenizer this model's?",
-                "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
-                'more of them or with position_embedding_type="rope"',
-            }[limit]
-            raise ValueError(f"`{name}` must be between 0 and {size - 1} (`{limit}` is {size}); got {worst}; {remedy}")
 
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
@@ -312,7 +328,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             Logits `(B, T, V)`, unless they are skipped, and with `labels` the loss.
 
         Raises:
-            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape, or neither labels nor logits.
+            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape or outside the vocabulary, or neither
+                labels nor logits.
         """
         if skip_logits and labels is None:
             raise ValueError("`skip_logits` must be False without `labels`: there would be nothing to return")
@@ -332,10 +349,12 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
                 f"`labels` must have shape {tuple(hidden_states.shape[:2])}, one label for each token with logits; "
                 f"got {tuple(labels.shape)}"
             )
+        if labels is not None:
+            self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
 
         logits = loss = None
         if skip_logits and self.loss_function is ForCausalLMLoss:
-            loss = self._loss_in_chunks(hidden_states, labels, **kwargs)
+            loss = causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
         else:
             logits = self.lm_head(hidden_states)
             if labels is not None:
@@ -350,56 +369,6 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _loss_in_chunks(
-        self, hidden_states, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
-    ) -> torch.Tensor:
-        """`ForCausalLMLoss`, with its arguments, of the logits of `hidden_states` `(B, T, hidden_size)`."""
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
-        hidden_states, targets = hidden_states.flatten(0, 1), shift_labels.flatten().to(hidden_states.device)
-        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        if self._can_fuse_loss(hidden_states):
-            # PyTorch's own choice is a few dozen tokens, which on the CPU takes several times as long.
-            options = nn.LinearCrossEntropyOptions(
-                batch_chunk_size=LOSS_CHUNK_LENGTH, allow_retain_graph=torch.compiler.is_compiling()
-            )
-            loss = F.linear_cross_entropy(
-                hidden_states,
-                self.lm_head.weight,
-                targets,
-                reduction="sum",
-                ignore_index=ignore_index,
-                options=options,
-            )
-            return loss / torch.as_tensor(count, device=loss.device)
-
-        def loss_of_chunk(hidden_states, targets):
-            return self.loss_function(
-                self.lm_head(hidden_states),
-                labels=None,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=count,
-                ignore_index=ignore_index,
-                shift_labels=targets,
-            )
-
-        chunks = zip(hidden_states.split(LOSS_CHUNK_LENGTH), targets.split(LOSS_CHUNK_LENGTH))
-        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
-
-    def _can_fuse_loss(self, hidden_states: torch.Tensor) -> bool:
-        """Whether PyTorch's fused loss can take the place of `lm_head` and `loss_function`, and is exact."""
-        weight = self.lm_head.weight
-        return (
-            hasattr(F, "linear_cross_entropy")  # PyTorch 2.13
-            and hidden_states.dtype == torch.float32  # it adds bfloat16 losses up in bfloat16: two digits are left
-            and not torch.is_autocast_enabled(hidden_states.device.type)
-            and type(self.lm_head) is nn.Linear  # no adapter, no quantised layer
-            and type(weight) in (torch.Tensor, nn.Parameter)  # no quantised, no sharded tensor
-            and weight.shape
-            == (self.config.vocab_size, self.config.hidden_size)  # not held elsewhere, as by DeepSpeed
-            and weight.device == hidden_states.device
-        )
-
 
 class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
     """The decoder with a classifier on each sequence's last token."""
@@ -408,6 +377,9 @@ class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreT
 class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classifier on each token."""
 
+
+# Where Transformers looks whether the labels of a model are to be shifted, as `Trainer` does to smooth them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LSGPTConfig.model_type] = LSGPTForCausalLM.__name__
 
 __all__ = [
     "LSGPTForCausalLM",

@@ -123,3 +123,12 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         x = x + linear(f"{layer}.mlp.down_proj", activation(linear(f"{layer}.mlp.up_proj", y)))
     x = norm("model.norm", x)
     return F.linear(x, weights["lm_head.weight"])
+
+
+def autograd_functions(tensor):
+    """Names of what made a tensor, from the last function back along the first inputs."""
+    node, names = tensor.grad_fn, []
+    while node is not None:
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    return names

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -56,7 +57,7 @@ STREAM_BUFFER = 1000
 class LSGPTTrainer(Trainer):
     """The stock `Trainer`, but that steps do without logits, and that `save_card` writes the model card of a push."""
 
-    save_card: Callable[..., object] | None = None
+    save_card: Callable[..., Any] | None = None
     """What writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`, or
     else Transformers. It is passed in, because cards are made with this package's readers of what a run leaves."""
 
@@ -74,7 +75,8 @@ class LSGPTTrainer(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """As in `Trainer`; a training step has no use for the logits, which are its largest tensor."""
-        if model.training and self.label_smoother is None:  # label smoothing computes its loss from the logits
+        is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
+        if model.training and is_models_own and "labels" in inputs:
             inputs = {**inputs, "skip_logits": True}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -84,6 +86,11 @@ class LSGPTTrainer(Trainer):
         license: str | None = None,
         tags: str | list[str] | None = None,
         model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
     ):
         """
         Writes the card into `output_dir`, with `save_card` where it is set.
@@ -93,14 +100,25 @@ class LSGPTTrainer(Trainer):
             license: The weights' licence; by default that of the recipe.
             tags: Tags for the metadata, besides our own.
             model_name: Not used: the card has the name of the repository.
+            finetuned_from: Name on the Hub of the model that was trained further; by default that of the recipe.
+            tasks: Not used: the task is text generation.
+            dataset_tags: Names on the Hub of the data sets; by default that of the recipe.
+            dataset: Not used: the card describes the data of the recipe.
+            dataset_args: Not used, as `dataset`.
         """
         if self.save_card is None:
-            super().create_model_card(language, license, tags, model_name)
+            names = (language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args)
+            super().create_model_card(*names)
             return
         if not self.is_world_process_zero():
             return
         tags = [tags] if isinstance(tags, str) else tags or []
-        self.save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+        card = self.save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
+        if finetuned_from:
+            card.data.base_model = finetuned_from
+        if dataset_tags:
+            card.data.datasets = [dataset_tags] if isinstance(dataset_tags, str) else dataset_tags
+        card.save(Path(self.args.output_dir) / "README.md")
 
 
 def check_parallelism(args: TrainingArguments):
@@ -152,7 +170,7 @@ def check_evaluation(args: TrainingArguments):
             )
 
 
-def run(arguments: Arguments, save_card: Callable[..., object] | None = None) -> Trainer:
+def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """
     Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
     tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
@@ -173,7 +191,7 @@ def run(arguments: Arguments, save_card: Callable[..., object] | None = None) ->
     return trainer
 
 
-def build_trainer(arguments: Arguments, save_card: Callable[..., object] | None = None) -> Trainer:
+def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
     args, stabilizers = arguments.training, arguments.run.stabilizers
     check_parallelism(args)

@@ -50,7 +50,8 @@ PUBLISHED = {
         "cache_lsgpt.py",
         "configuration_lsgpt.py",
         "linear_lsgpt.py",
-        "masking_lsgpt.py",
+        "loss_lsgpt.py",
+        "visibility_lsgpt.py",
         "modeling_lsgpt.py",
         "sdpa_lsgpt.py",
         "telemetry_lsgpt.py",
@@ -216,8 +217,18 @@ def test_push_to_hub_brings_the_same_card(hub, trainer, folder):
     assert set(files) >= PUBLISHED
     assert "hub_token" not in files["recipe.yaml"].decode() + files["report.md"].decode()
 
-    trainer.create_model_card(license="apache-2.0", tags="toy", language="en")
+    # All that `Trainer` takes, and `Trainer.push_to_hub` passes on.
+    of_trainer = {"model_name": "toy", "tasks": "text-generation", "dataset": "Ada's texts", "dataset_args": "all"}
+    trainer.create_model_card(
+        license="apache-2.0",
+        tags="toy",
+        language="en",
+        finetuned_from="ada/base",
+        dataset_tags="ada/texts",
+        **of_trainer,
+    )
     card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
+    assert (card.data.base_model, card.data.datasets) == ("ada/base", ["ada/texts"])
     assert (card.data.license, card.data.language) == ("apache-2.0", "en")
     assert "toy" in card.data.tags
 
@@ -301,7 +312,7 @@ def break_tokenizer(folder):
 
 
 def break_code(folder):
-    (folder / "masking_lsgpt.py").unlink()
+    (folder / "visibility_lsgpt.py").unlink()
 
 
 def leave_a_token(folder):
@@ -328,7 +339,7 @@ def leave_a_licence_without_a_name(folder):
         (forget_a_tensor, r"missing_keys: model\.norm\.weight"),
         (spoil_a_tensor, r"must be finite numbers; model\.norm\.weight"),
         (break_tokenizer, r"no tokenizer_config\.json"),
-        (break_code, r"lacks masking_lsgpt\.py"),
+        (break_code, r"lacks visibility_lsgpt\.py"),
         (leave_a_token, "must not hold `hub_token`"),
         (break_licence, r"such as apache-2\.0; got 'Apache 2\.0'"),
         (leave_a_licence_without_a_name, "`license_name` and `license_link`"),

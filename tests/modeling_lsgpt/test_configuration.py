@@ -2,13 +2,16 @@
 
 import json
 import logging
+import math
 
 import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
 
-from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt import LSGPTConfig, LSGPTForCausalLM, LSGPTForSequenceClassification
 
+
+ROPE = {"position_embedding_type": "rope"}
 
 BAD_VALUES = {
     "window of one": ({"sliding_window": 1}, "`sliding_window` must be at least 2"),
@@ -34,9 +37,28 @@ BAD_VALUES = {
         {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}},
         "rotates whole heads",
     ),
+    "rope theta of zero": ({**ROPE, "rope_theta": 0}, "`rope_theta` is a positive number; got {'rope_theta': 0"),
+    "negative rope theta": ({**ROPE, "rope_parameters": {"rope_theta": -1}}, "got {'rope_theta': -1"),
+    "rope theta as text": (
+        {**ROPE, "rope_theta": "1e4"},
+        "`rope_theta` is a positive number; got {'rope_theta': '1e4'",
+    ),
+    "rope factor of zero": (
+        {**ROPE, "rope_parameters": {"rope_type": "linear", "factor": 0}},
+        "`rope_parameters` must be a dictionary whose `factor` is a positive number",
+    ),
+    "rope parameters for each kind": (
+        {**ROPE, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
+        "`rope_parameters` must be one set of parameters: both kinds of heads are rotated alike",
+    ),
     "unknown activation": ({"hidden_act": "gloo"}, "`hidden_act` must be one of"),
     "dropout of one": ({"attention_dropout": 1.0}, "`attention_dropout` must be a probability"),
     "softcap of zero": ({"attn_logit_softcapping": 0.0}, "`attn_logit_softcapping` must be positive"),
+    "infinite softcap": ({"attn_logit_softcapping": math.inf}, "`attn_logit_softcapping` must be positive and finite"),
+    "softcap that is no number": (
+        {"attn_logit_softcapping": math.nan},
+        "finite, or None for no soft-capping; got nan",
+    ),
     "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a positive integer"),
     "no vocabulary": ({"vocab_size": 0}, "`vocab_size` must be a positive integer"),
     "epsilon of zero": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive"),
@@ -62,8 +84,30 @@ def test_values_are_checked_again_on_save(tmp_path):
         config.save_pretrained(tmp_path)
 
 
-def test_unknown_arguments_warn_and_suggest(caplog):
-    logging.getLogger("transformers").propagate = True
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sliding_window", 0, "`sliding_window` must be at least 2"),
+        ("num_global_heads", 9, "`num_global_heads` must be between 0"),
+        ("position_embedding_type", "alibi", "`position_embedding_type` must be one of"),
+        (
+            "position_embedding_type",
+            "rope",
+            '`rope_parameters` must be a dictionary with `position_embedding_type="rope"`',
+        ),
+        ("num_key_value_heads", None, "`num_key_value_heads` must be a positive integer; got None"),
+    ],
+)
+def test_values_are_checked_again_when_a_model_is_built(tiny_config, field, value, message):
+    config = tiny_config()
+    setattr(config, field, value)
+    for model in (LSGPTForCausalLM, LSGPTForSequenceClassification):
+        with pytest.raises(ValueError, match=message):
+            model(config)
+
+
+def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level("WARNING"):
         LSGPTConfig(slidng_window=64, num_labels=3)
     assert "no field `slidng_window`" in caplog.text and "did you mean `sliding_window`?" in caplog.text
@@ -143,11 +187,3 @@ def test_cache_bytes_are_the_caches(tiny_model, values):
         )
         # The stock dynamic cache keeps W - 1 tokens of a window of W; the formula counts W.
         assert held + 2 * model.config.head_dim * one_more * 4 == model.config.kv_cache_bytes(length, 4)
-
-
-def test_cache_share_of_the_paper():
-    """`(G * n + (H - G) * W) / (H * n)` for the shapes of the paper."""
-    for heads, window, length, share in ((6, 50, 2048, 0.187), (12, 100, 8192, 0.095), (20, 100, 8192, 0.062)):
-        config = LSGPTConfig(num_attention_heads=heads, hidden_size=64 * heads, sliding_window=window)
-        measured = config.kv_cache_bytes(length) / config.equal_mhsa().kv_cache_bytes(length)
-        assert measured == pytest.approx(share, abs=6e-4)

@@ -88,7 +88,7 @@ def test_two_machines(tmp_path):
     ("name", "model", "block", "parameter"),
     [
         ("cpu", "DistributedDataParallel", "LSGPTDecoderLayer", "Parameter"),
-        ("fsdp2", "FSDPLSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"),
+        ("fsdp2", "LSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"),
         ("zero3", "DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter"),
     ],
 )

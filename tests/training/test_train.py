@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 from accelerate import ParallelismConfig
+from reference import autograd_functions
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import lsgpt.configuration
 import lsgpt_cli
@@ -351,21 +352,48 @@ def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):
     assert result.stdout.count("The model continues") == 1
 
 
-def test_training_steps_do_without_logits(recipe, tmp_path):
-    overrides = ["--config_overrides", NO_DROPOUT, "--output_dir", str(tmp_path / "run")]
-    trainer = build_trainer(parse_arguments(str(recipe()), overrides))
-    batch = next(iter(trainer.get_train_dataloader()))
-    loss, output = trainer.compute_loss(trainer.model.train(), batch, return_outputs=True)
-    usual_loss, usual_output = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
-    torch.testing.assert_close(loss, usual_loss)
-    assert "logits" not in output
-    assert "logits" in usual_output
+def trainer_of(kind, model, folder, **kwargs):
+    smoothing = kwargs.pop("label_smoothing_factor", 0.0)
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", label_smoothing_factor=smoothing)
+    return kind(model=model.train(), args=args, **kwargs)
 
-    trainer = build_trainer(
-        parse_arguments(
-            str(recipe(label_smoothing_factor=0.1)), [*overrides[:2], "--output_dir", str(tmp_path / "smooth")]
-        )
-    )
-    smooth_loss, output = trainer.compute_loss(trainer.model.train(), dict(batch), return_outputs=True)
-    assert "logits" in output
-    assert smooth_loss != loss
+
+def test_training_steps_do_without_logits(tiny_model, tmp_path):
+    """By the fused loss; evaluations have logits, and so has a loss function of the user."""
+    trainer = trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
+    input_ids = torch.randint(97, (2, 12))
+    batch = {"input_ids": input_ids, "labels": input_ids}
+    loss, output = trainer.compute_loss(trainer.model, dict(batch), return_outputs=True, num_items_in_batch=22)
+    assert "logits" not in output
+    assert "LinearCrossEntropyBackward" in autograd_functions(loss)
+    usual_loss, usual_output = trainer.compute_loss(trainer.model.eval(), dict(batch), return_outputs=True)
+    assert "logits" in usual_output
+    torch.testing.assert_close(loss, usual_loss)
+
+    def mean_logit(outputs, labels, num_items_in_batch=None):
+        assert torch.equal(labels, input_ids)
+        return outputs.logits.mean()
+
+    own = trainer_of(LSGPTTrainer, tiny_model(), tmp_path, compute_loss_func=mean_logit)
+    expected = own.model(input_ids).logits.mean()
+    torch.testing.assert_close(own.compute_loss(own.model, dict(batch)), expected)
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer.compute_loss(trainer.model.train(), {"input_ids": input_ids})
+
+
+@pytest.mark.parametrize("kind", [Trainer, LSGPTTrainer])
+def test_smoothed_labels_are_shifted(tiny_model, tmp_path, kind):
+    """A share of the target goes to all tokens alike; the target is the next token, as without smoothing."""
+    trainer = trainer_of(kind, tiny_model(), tmp_path, label_smoothing_factor=0.1)
+    input_ids = torch.randint(97, (2, 12))
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    loss = trainer.compute_loss(trainer.model, {"input_ids": input_ids, "labels": labels.clone()})
+    log_probabilities = trainer.model(input_ids).logits[:, :-1].log_softmax(dim=-1)
+    losses = [
+        -0.9 * log_probabilities[row, position, target] - 0.1 * log_probabilities[row, position].mean()
+        for (row, position), target in zip(torch.cartesian_prod(*map(torch.arange, (2, 11))), labels[:, 1:].flatten())
+        if target != -100
+    ]
+    assert len(losses) == 19
+    torch.testing.assert_close(loss, torch.stack(losses).mean())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lsgpt.modeling_lsgpt.linear_lsgpt import Linear
+from lsgpt.modeling_lsgpt.cpu_lsgpt import Linear
 
 
 class Operations(TorchDispatchMode):

@@ -1,0 +1,158 @@
+"""The loss of a language model without its logits, which in training on long blocks are by far the largest tensor.
+
+Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .cpu_lsgpt import Linear
+
+
+CHUNK_LENGTH = 1024
+"""Tokens of the batch whose logits exist at a time. Each chunk reads the weight twice and adds to its gradient: with
+shorter ones that takes a noticeable share of the time."""
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """
+    The cross-entropy of the logits `z = h @ W.T`, summed over the tokens. It makes its gradients in the forward pass.
+
+    For a token with hidden state `h` and target `t` the loss is `logsumexp(z) - z[t]`. Its gradient in the logits is
+    `g = softmax(z) - onehot(t)`, or zero if the token is ignored; in `h` it is `g @ W`, in the weight the sum of
+    `outer(g, h)` over the tokens. All of that is known as soon as the logits are. So each chunk of tokens adds its
+    share and forgets its logits, none is computed twice, and the backward pass only multiplies by the gradient that
+    it receives (as in Liger-Kernel, arXiv:2410.10989).
+
+    Products are taken in the precision of the inputs, or of autocast; loss and gradient of the weight are added up in
+    float32 (float64 for float64). There is no second derivative.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+    ) -> torch.Tensor:
+        """
+        Args:
+            ctx: PyTorch's context.
+            hidden_states (`(N, d)`): Inputs of the output projection.
+            weight (`(V, d)`): Its matrix.
+            targets (`(N,)`): Token ids to predict.
+            ignore_index: The target of tokens to leave out.
+
+        Returns:
+            The sum `()`, in float32 or float64.
+        """
+        needs_states, needs_weight = ctx.needs_input_grad[:2]
+        device, dtype = hidden_states.device.type, hidden_states.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        matrix = weight.to(dtype)
+        loss = hidden_states.new_zeros((), dtype=sum_dtype)
+        states_gradients = []
+        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
+        with torch.autocast(device, enabled=False):
+            for states, labels in zip(hidden_states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH)):
+                states = states.to(dtype)
+                log_probabilities = F.log_softmax(states @ matrix.T, dim=-1, dtype=sum_dtype)
+                loss += F.nll_loss(log_probabilities, labels, reduction="sum", ignore_index=ignore_index)
+                if not (needs_states or needs_weight):
+                    continue
+                is_counted = (labels != ignore_index)[:, None]
+                gradient = log_probabilities.exp_()  # in place: the next largest tensors are those of the vocabulary
+                gradient.scatter_add_(1, labels.clamp(min=0)[:, None], gradient.new_full(is_counted.shape, -1.0))
+                gradient = gradient.to(dtype)
+                # Tokens are left out here, where they have `d` numbers, and not above, where they have `V`.
+                if needs_states:
+                    states_gradients.append((gradient @ matrix).where(is_counted, 0.0))
+                if needs_weight:
+                    states = states.where(is_counted, 0.0)
+                    if dtype == sum_dtype:
+                        weight_gradient.addmm_(gradient.T, states)  # one tensor as large as the weight less
+                    else:
+                        weight_gradient += gradient.T @ states
+        ctx.save_for_backward(torch.cat(states_gradients) if needs_states else None, weight_gradient)
+        ctx.dtypes = hidden_states.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Scales what the forward pass has made by `gradient` `()`; not in place, so that it can be done again."""
+        scaled = (
+            None if saved is None else (saved * gradient).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        )
+        return *scaled, None, None
+
+
+def causal_lm_loss(
+    hidden_states: torch.Tensor,
+    lm_head: nn.Module,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """
+    Transformers' `ForCausalLMLoss` of the logits `lm_head(hidden_states)`, of which a chunk exists at a time.
+
+    Args:
+        hidden_states (`(B, T, d)`): What the output projection maps to logits.
+        lm_head: The output projection. Its weight is used directly if that is all there is to it; if not (an adapter,
+            a quantised or sharded weight, hooks), it is called, and called again in the backward pass.
+        labels (`(B, T)`): Token ids; each token predicts the next one.
+        num_items_in_batch: What the summed loss is divided by, by default the number of targets in this batch.
+        ignore_index: The label of tokens that are not predicted.
+        shift_labels (`(B, T)`, *optional*): The targets, where they are not the labels of the next tokens.
+        **kwargs: Not used, as in `ForCausalLMLoss`.
+
+    Returns:
+        The loss `()`; NaN, with gradients of zero, where there is nothing to predict.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    states, targets = hidden_states.flatten(0, 1), shift_labels.flatten().to(hidden_states.device)
+    if _is_plain_matrix(lm_head, states.device):
+        weight = lm_head.weight if torch.is_grad_enabled() else lm_head.weight.detach()
+        loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index)
+    else:
+        chunks = zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH))
+        loss = sum(checkpoint(_summed_loss, lm_head, *chunk, ignore_index, use_reentrant=False) for chunk in chunks)
+    if num_items_in_batch is not None:
+        return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+    count = (targets != ignore_index).sum()
+    return (loss / count.clamp(min=1)).where(count > 0, math.nan)
+
+
+def _summed_loss(lm_head, states: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    logits = lm_head(states)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+
+
+def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:
+    """Whether calling `lm_head` does nothing but multiply by its weight, and all of that is at hand."""
+    if type(lm_head) not in (nn.Linear, Linear):  # an adapter, a quantised layer
+        return False
+    hooks = (
+        lm_head._forward_pre_hooks,  # as those of FSDP2 and DeepSpeed, which bring the weight
+        lm_head._forward_hooks,
+        lm_head._backward_pre_hooks,
+        lm_head._backward_hooks,
+    )
+    return (
+        not any(hooks)
+        and "forward" not in vars(lm_head)  # Accelerate's hooks, which bring the weight from the CPU or a disk
+        and lm_head.bias is None
+        and type(lm_head.weight) in (torch.Tensor, nn.Parameter)  # not quantised, not sharded
+        and lm_head.weight.shape == (lm_head.out_features, lm_head.in_features)  # not an empty placeholder
+        and lm_head.weight.device == device
+    )
