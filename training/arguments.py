@@ -311,6 +311,9 @@ def check_arguments(arguments: Arguments):
     model_args, data_args, run_args, training_args, _ = arguments
     if not (model_args.preset or model_args.model_name_or_path):
         raise ValueError("`model_name_or_path` must be set without a `preset`: the checkpoint to go on with")
+    name = model_args.model_name_or_path
+    if name and looks_like_a_path(name) and not Path(name).is_dir():
+        raise ValueError(f"`model_name_or_path` must be a checkpoint; there is no folder {name!r}")
     _check_processes(training_args)
     _check_numbers(arguments)
     config = arguments.build_config()
@@ -437,6 +440,20 @@ def _bytes_to_write(arguments: Arguments) -> int:
     if args.save_strategy != "no":
         checkpoints = max((args.save_total_limit or 1) + 1 - len(list(folder.glob("checkpoint-*"))), 1)
     return weights + checkpoints * size
+
+
+def looks_like_a_path(name: str) -> bool:
+    """
+    Whether `name` can only mean a file or a folder. Where there is none, the Hub need not be asked, which takes half a
+    minute without a network: a name there is `NAME` or `USER/NAME`.
+    """
+    path = Path(name)
+    return (
+        name.startswith((".", "~"))
+        or path.is_absolute()
+        or len(path.parts) > 2
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
 
 
 def free_folder(folder: Path) -> Path:

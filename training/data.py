@@ -28,6 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lsgpt.configuration import suggest
 
+from .arguments import looks_like_a_path
+
 
 END_OF_TEXT = "<|endoftext|>"
 # Not the end-of-text token: a collator excludes padding from the loss, and the model has to learn where texts end.
@@ -87,12 +89,14 @@ def load_documents(
     if dataset_name == STDLIB:
         return load_stdlib()
     is_local = Path(dataset_name).exists()
-    if not is_local and _looks_like_a_path(dataset_name):
+    if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
         siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
         raise ValueError(
             f"`dataset_name` must be {STDLIB}, a file, a folder, or a data set on the Hub; there is no file or folder "
             f"{dataset_name!r}{suggest(Path(dataset_name).name, siblings)}"
         )
+    if not is_local and (hint := suggest(dataset_name, [STDLIB])):
+        raise ValueError(f"there is no `dataset_name` {dataset_name!r}{hint}")
     options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
@@ -100,7 +104,7 @@ def load_documents(
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
         choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub, and no file has this name"
-        hint = "" if is_local else suggest(dataset_name, [STDLIB]) or choices
+        hint = "" if is_local else choices
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a split train; {dataset_name!r} has {', '.join(splits)}")
@@ -122,18 +126,6 @@ def load_documents(
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], validation_percentage)
     return splits
-
-
-def _looks_like_a_path(name: str) -> bool:
-    """Whether a name that is no file cannot be one of the Hub's either, which would be asked for it half a minute."""
-    path = Path(name).expanduser()
-    return (
-        path.suffix in _BUILDERS
-        or name.startswith((".", "~"))
-        or path.is_absolute()
-        or len(path.parts) > 2
-        or (len(path.parts) == 2 and path.parent.is_dir())
-    )
 
 
 def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | IterableDataset:
@@ -246,6 +238,10 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: No such tokenizer, one with more tokens than the model, or without an end-of-text token.
     """
+    if looks_like_a_path(name) and not Path(name).is_dir():
+        raise ValueError(
+            f"`tokenizer` must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub; there is no {name!r}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lsgpt.configuration import LSGPTConfig
+from lsgpt.configuration import LSGPTConfig, with_unit
 from lsgpt.modeling_lsgpt import measure_max_logits
 
 from .arguments import Arguments, DataArguments, RunArguments, make_folder
@@ -124,7 +124,7 @@ def build_trainer(arguments: Arguments) -> Trainer:
     if args.process_index == 0:
         size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
         print(
-            f"Training {model.num_parameters() / 1e6:.1f}M parameters on {size} of {arguments.data.block_size} "
+            f"Training {with_unit(model.num_parameters())} parameters on {size} of {arguments.data.block_size} "
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )
