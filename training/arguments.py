@@ -293,8 +293,8 @@ def _resolve_recipe(
     # A repetition needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {
-        # Some of the fields of `TrainingArguments` that count are floats: 60 steps, not 60.0.
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        # A float in `TrainingArguments`, because below 1 it is a share of the training: 60 steps, not 60.0.
+        name: int(value) if name == "warmup_steps" and value is not None and value.is_integer() else value
         for name, value in vars(namespace).items()
         if value != defaults[name] and name not in left_out
     }
