@@ -10,7 +10,7 @@ RUN = $(VENV)/bin/python -m
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-demo: $(VENV)/installed  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
+demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
 	$(VENV)/bin/lsgpt train
 
 # `worksteal`: each process begins with one half of the files, so that hardly any shared fixture is made twice.
@@ -29,16 +29,25 @@ lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) mypy
 
 # torch first and alone: with it installed, no other package can pull in another build of it.
-%/installed: setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[$(EXTRA)]'
+define install
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.$(EXTRA)'
 	touch $@
+endef
+
+%/installed: setup.cfg pyproject.toml constraints.txt
+	$(install)
+
+# What users install, and nothing that only tests need; `make test` adds that to the same environment.
+%/installed-demo: setup.cfg pyproject.toml constraints.txt
+	$(install)
 
 CONSTRAINTS = constraints.txt
-EXTRA = dev
+EXTRA = [dev]
+$(VENV)/installed-demo: EXTRA =
 $(FLOOR_VENV)/installed: CONSTRAINTS = constraints-floor.txt
-$(FLOOR_VENV)/installed: EXTRA = test
+$(FLOOR_VENV)/installed: EXTRA = [test]
 $(FLOOR_VENV)/installed: constraints-floor.txt
 
 # Without dependencies: what these versions of vLLM and Transformers need is in the file, and no more.

@@ -3,6 +3,8 @@
 # ruff: noqa: PLC0415
 
 import argparse
+import importlib.metadata
+import logging
 import os
 import sys
 
@@ -10,6 +12,10 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; returns the exit status: 0, or 2 for what the user got wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    # Where torchao is installed, Transformers imports it for every model, and it warns of its libraries for other
+    # hardware, and PyTorch of how it registers types: nothing that our users could act on.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if argv[:1] == ["train"]:
         # Its fields are those of the training arguments, and their parser takes over.
         return _train(argv[1:])
@@ -28,6 +34,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lsgpt", description="LSGPT: a GPT with Long Short-attention (arXiv:2505.15548) for Transformers."
     )
+    parser.add_argument("--version", action="version", version=f"lsgpt {importlib.metadata.version('lsgpt')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     commands.add_parser(
@@ -51,9 +58,12 @@ def _make_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help=text, description=text.capitalize() + ".")
     generate.add_argument("model", metavar="FOLDER_OR_NAME", help="a folder with a checkpoint, or a model on the Hub")
     generate.add_argument("prompt", help="the text to continue")
-    generate.add_argument("--max_new_tokens", type=_positive_int, default=100, help="default: %(default)s")
+    # With underscores too, as the fields of Transformers are written.
+    generate.add_argument(
+        "--max-new-tokens", "--max_new_tokens", type=_positive_int, default=100, help="default: %(default)s"
+    )
     generate.add_argument("--temperature", type=_positive_float, default=0.8, help="default: %(default)s")
-    generate.add_argument("--top_k", type=_positive_int, default=50, help="default: %(default)s")
+    generate.add_argument("--top-k", "--top_k", type=_positive_int, default=50, help="default: %(default)s")
     generate.add_argument("--seed", type=int, help="makes the continuation repeatable")
     generate.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     generate.set_defaults(run=_generate)
@@ -173,6 +183,10 @@ def _train(argv: list[str]) -> int:
     )
     try:
         arguments = parse_arguments(*_split_recipe(argv), parser)
+    except (ValueError, OSError, ImportError) as error:
+        # All processes that a launcher started on this machine have the same arguments: one of them speaks.
+        return _fail(error) if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    try:
         # Later than the arguments, because a mistake there should not wait for these imports.
         from lsgpt.model_cards import save_card
         from lsgpt.training.train import build_trainer, train
@@ -180,7 +194,10 @@ def _train(argv: list[str]) -> int:
         trainer = build_trainer(arguments, save_card)
     except (ValueError, OSError, ImportError) as error:
         return _fail(error)
-    train(trainer, arguments)
+    try:
+        train(trainer, arguments)
+    except ImportError as error:  # of a package that an option needs, such as an optimizer
+        return _fail(error)
     return 0
 
 
@@ -194,8 +211,8 @@ def _compare(argv: list[str]) -> int:
     )
     parser.add_argument("--arms", required=True, help="names from configuration/arms.yaml or ARMS_FILE, with commas")
     parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")
-    parser.add_argument("--output_dir", help="default: runs/compare-NAME")
-    parser.add_argument("--arms_file", help="a YAML file with more arms")
+    parser.add_argument("--output-dir", "--output_dir", help="default: runs/compare-NAME")
+    parser.add_argument("--arms-file", "--arms_file", help="a YAML file with more arms")
     recipe, argv = _split_recipe(argv)
     args, fields = parser.parse_known_args(argv)
 
@@ -218,45 +235,66 @@ def _split_recipe(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _generate(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+    from transformers import TextStreamer, set_seed
 
-    import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model, device_map="auto")
-    except OSError as error:
-        raise ValueError(f"cannot load a model and its tokenizer from {args.model!r}: {error}") from error
-    prompt, options = args.prompt, {}
-    # To BPE tokenizers a space belongs to the word after it, and hardly any word follows a lone one: a space at the
-    # prompt's end is left to the continuation, which has to begin with it.
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    without_space = [i for i, token in enumerate(tokens) if not token.startswith(("Ġ", "▁"))]
-    if prompt[:-1].strip() and prompt.endswith(" ") and len(without_space) < len(tokens):
-        prompt, options["begin_suppress_tokens"] = prompt[:-1], without_space
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    tokenizer, model = _load(args.model)
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
         raise ValueError("`prompt` must have a token or more; got an empty text")
-    if getattr(model.config, "position_embedding_type", None) == "learned":
-        positions = model.config.max_position_embeddings
-        if prompt_length + args.max_new_tokens > positions:
-            raise ValueError(
-                f"`--max_new_tokens` must be at most {max(positions - prompt_length, 0)}, because the model has "
-                f"{positions} learned positions and the prompt takes {prompt_length}; got {args.max_new_tokens}"
-            )
+    _check_positions(model.config, prompt_length, args.max_new_tokens)
     if args.seed is not None:
         set_seed(args.seed)
-    if not args.greedy:
-        options |= {"temperature": args.temperature, "top_k": args.top_k}
     model.generate(
         **inputs,
         max_new_tokens=args.max_new_tokens,
         do_sample=not args.greedy,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **options,
+        **({} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}),
     )
     return 0
+
+
+def _load(name: str):
+    """The tokenizer and the model of a checkpoint, all of whose weights are in its files."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "tokenizer_config.json")):
+        raise ValueError(f"{name!r} has no tokenizer: save the model's own into it, with `tokenizer.save_pretrained`")
+    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, found = AutoModelForCausalLM.from_pretrained(name, device_map="auto", output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"the weights in {name!r} must be all that its config.json asks for, the rest would be random; it lacks "
+            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
+        )
+    return tokenizer, model
+
+
+def _check_positions(config, prompt_length: int, max_new_tokens: int):
+    """Raises `ValueError` past the end of learned positions; of others, says that the model was not made for it."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or prompt_length + max_new_tokens <= positions:
+        return
+    if getattr(config, "position_embedding_type", None) == "learned":
+        raise ValueError(
+            f"`--max-new-tokens` must be at most {max(positions - prompt_length, 0)}, because the model has "
+            f"{positions} learned positions and the prompt takes {prompt_length}; got {max_new_tokens}"
+        )
+    print(
+        f"lsgpt: note: the model was made for {positions} tokens; what comes after them may be worse", file=sys.stderr
+    )
+    # It would say the same in the middle of the text.
+    logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -329,7 +367,7 @@ def _check_checkpoint(name: str):
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"{name!r} has no config.json: it is not a checkpoint")
-    elif os.path.exists(name) or name.startswith((".", os.sep)) or os.path.isdir(parent):
+    elif os.path.exists(name) or name.startswith((".", "~", os.sep)) or os.path.isdir(parent) or name.count("/") > 1:
         raise ValueError(f"there is no folder {name!r}")
 
 

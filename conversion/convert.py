@@ -6,10 +6,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+from lsgpt.training.arguments import looks_like_a_path
 
 from .calibration import Calibration, calibrate, write_report
 from .checkpoints import convert_gpt2, load_gpt2, load_nanogpt
 from .heads import with_global_heads
+
+
+_WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def convert(
@@ -39,8 +43,8 @@ def convert(
         The converted model, and what was measured.
 
     Raises:
-        ValueError: A source that is nothing of this or that LSGPT cannot express, a folder with content, arguments
-            that do not go together, or too little text.
+        ValueError: A source that is nothing of this, that LSGPT cannot express or whose weights are not finite; a
+            folder with content, arguments that do not go together, or too little text.
     """
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -58,11 +62,16 @@ def convert(
                 f"to read a text with; got {text!r}"
             )
         model = load_nanogpt(source)
-    elif source.endswith(".pt"):
+    elif Path(source).suffix in _WEIGHT_FILES:
         raise ValueError(f"there is no file {source!r}")
+    elif looks_like_a_path(source) and not Path(source).is_dir():
+        raise ValueError(f"there is no model {source!r}: no such file or folder")
     else:
         gpt2 = load_gpt2(source)
         model, tokenizer = convert_gpt2(gpt2), _load_tokenizer(source)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"the weights of {source!r} must be finite numbers; {name} has others")
     if text is not None:
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(

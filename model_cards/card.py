@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
-from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments
+from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
@@ -210,11 +210,7 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
             "`license` must be given, the licence of the weights as the Hub names it, such as apache-2.0; "
             f"{str(folder)!r} has none in a recipe.yaml or in the metadata of a README.md"
         )
-    if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", str(license)):
-        raise ValueError(
-            "`license` must be an identifier from https://huggingface.co/docs/hub/repositories-licenses, such as "
-            f"apache-2.0; got {license!r}"
-        )
+    check_license(license)
     if license != "other":
         return {"license": license}
     named = {field: known.get(field) for field in ("license_name", "license_link")}

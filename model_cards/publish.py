@@ -79,6 +79,11 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None = None) 
         raise ValueError(f"{str(folder)!r} must be a checkpoint; it has no config.json")
     config = load_config(folder)
     tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {str(folder)!r} must be the model's: it has {len(tokenizer):,} tokens, and the model's "
+            f"`vocab_size` is {config.vocab_size:,}"
+        )
     required = ["config.json", *_weight_files(folder), *_code_files(folder, config.auto_map)]
     optional = [*_OPTIONAL_FILES, *_TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]
     optional += [file for plots in PLOTS.values() for file in plots.values()]

@@ -1,6 +1,8 @@
 """The `lsgpt` command as users run it, on real text and with a model of a few thousand weights."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, set_seed
 
+import lsgpt
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
@@ -22,6 +26,7 @@ TINY = (
 QUICK_RUN = (
     *("--config_overrides", TINY, "--block_size", "64", "--max_steps", "4", "--logging_steps", "2"),
     *("--warmup_steps", "1", "--eval_strategy", "no", "--per_device_eval_batch_size", "64"),
+    *("--max_eval_blocks", "64", "--max_tokenizer_characters", "500000"),
 )
 
 
@@ -63,7 +68,10 @@ def test_train_leaves_everything_in_one_folder(trained):
     assert f"{perplexity:.2f}" in report
     assert Image.open(folder / "loss.png").format == "PNG"
 
-    assert "warn" not in process.stderr.lower()
+    # Nothing but progress bars: no warning of a library that users know nothing about.
+    lines = [line.strip() for line in re.split(r"[\r\n]", process.stderr)]
+    assert [line for line in lines if line and not re.search(r"\d+%\||\d examples", line)] == []
+    assert "Training 36.1 k parameters on" in process.stdout
     next_steps = process.stdout.split("Next:")[1]
     assert "lsgpt generate runs/demo 'def'" in next_steps
     assert "lsgpt info runs/demo" in next_steps
@@ -109,14 +117,95 @@ def test_generate_streams_what_the_model_generates(trained, capsys):
     assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
-def test_generate_is_repeatable_with_a_seed(trained, capsys):
-    command = ["generate", str(trained[0] / "runs" / "demo"), "import", "--seed", "3", "--max_new_tokens", "20"]
-    texts = []
-    for _ in range(2):
-        assert lsgpt_cli.main(command) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("import")
+@pytest.mark.parametrize("prompt", ["import", "def "])
+def test_generate_samples_what_the_model_samples(trained, capsys, prompt):
+    folder = str(trained[0] / "runs" / "demo")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    set_seed(3)
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=0.8, top_k=50)
+    for option in ("--max-new-tokens", "--max_new_tokens"):
+        assert lsgpt_cli.main(["generate", folder, prompt, "--seed", "3", option, "20"]) == 0
+        assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+
+
+def test_generate_past_the_positions_of_a_rotary_model(trained, tmp_path, capfd):
+    config = LSGPTConfig(
+        **{**yaml.safe_load(TINY), "position_embedding_type": "rope", "max_position_embeddings": 16}, eos_token_id=None
+    )
+    LSGPTForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(trained[0] / "runs" / "demo").save_pretrained(tmp_path)
+    capfd.readouterr()
+    assert lsgpt_cli.main(["generate", str(tmp_path), "import", "--greedy", "--max-new-tokens", "20"]) == 0
+    errors = re.split(r"[\r\n]+", capfd.readouterr().err.strip())
+    assert [line for line in errors if "%|" not in line] == [
+        "lsgpt: note: the model was made for 16 tokens; what comes after them may be worse"
+    ]
+
+
+def cut_weights(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+def forget_a_layer(folder):
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if ".layers.0.mlp." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def forget_the_tokenizer(folder):
+    (folder / "tokenizer_config.json").unlink()
+
+
+def change_config(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_weights, "cannot load a model and its tokenizer from 'FOLDER': Error while deserializing header"),
+        (forget_a_layer, "it lacks model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj.weight"),
+        (forget_the_tokenizer, "'FOLDER' has no tokenizer"),
+        (change_config(hidden_size="big"), "Field 'hidden_size' expected int, got str (value: 'big')"),
+        (change_config(vocab_size=1001), "cannot load a model and its tokenizer from 'FOLDER'"),
+    ],
+)
+def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys, damage, message):
+    folder = tmp_path / "damaged"
+    shutil.copytree(trained[0] / "runs" / "demo", folder)
+    damage(folder)
+    assert lsgpt_cli.main(["generate", str(folder), "import"]) == 2
+    captured = capsys.readouterr()
+    last_line = captured.err.splitlines()[-1]
+    assert last_line.startswith("lsgpt: error: ") and message.replace("FOLDER", str(folder)) in last_line
+    assert captured.out == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        lsgpt_cli.main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"lsgpt {lsgpt.__version__}\n"
+
+
+def test_processes_of_a_launch_speak_once(monkeypatch, capsys):
+    for rank, lines in (("0", 1), ("7", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert lsgpt_cli.main(["train", "dmeo"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_a_launch_for_gpus_without_gpus_is_told_what_to_do(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert lsgpt_cli.main(["train"]) == 2
+    error = capsys.readouterr().err
+    assert "8 processes were started" in error and "configuration/launch/cpu.yaml or --use_cpu true" in error
 
 
 def test_info_of_a_preset(capsys):
@@ -148,11 +237,18 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),
         (["generate", "RUN", ""], "`prompt` must have a token or more"),
-        (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max_new_tokens` must be at most 63"),
+        (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max-new-tokens` must be at most 62"),
+        (["generate", "a/b/c", "def"], "there is no folder 'a/b/c'"),
         (["train", "dmeo"], "did you mean 'demo'"),
         (["train", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
         (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),
         (["train", "--output_dir", "EMPTY", "--dataset_name", "stdlb"], "did you mean 'stdlib'"),
+        (
+            ["train", "--output_dir", "EMPTY", "--dataset_name", "my_book.txt"],
+            "there is no file or folder 'my_book.txt'",
+        ),
+        (["train", "--output_dir", "EMPTY", "--tokenizer", "EMPTY/x"], "there is no 'EMPTY/x'"),
+        (["train", "finetune", "--model_name_or_path", "EMPTY/x"], "there is no folder 'EMPTY/x'"),
         (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or hold a complete"),
         (["train", "finetune"], "`model_name_or_path` must be set without a `preset`"),
         (
@@ -170,6 +266,7 @@ def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, 
     places = {"EMPTY": tmp_path / "empty", "GPT2": tmp_path / "gpt2", "RUN": trained[0] / "runs" / "demo"}
     for name, path in places.items():
         command = [argument.replace(name, str(path)) for argument in command]
+        message = message.replace(name, str(path))
     assert lsgpt_cli.main(command) == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line.startswith("lsgpt: error: ")
@@ -185,7 +282,7 @@ def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, 
         (["compare", "books"], "the following arguments are required: --arms"),
         (["compare", "--arms", "ls", "--seeds", "0"], "argument --seeds: must be an integer of 1 or more; got '0'"),
         (["generate", ".", "x", "--temperature", "0"], "argument --temperature: must be a number above 0; got '0'"),
-        (["generate", ".", "x", "--top_k", "many"], "argument --top_k: must be an integer of 1 or more; got 'many'"),
+        (["generate", ".", "x", "--top_k", "many"], "--top_k: must be an integer of 1 or more; got 'many'"),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, command, message):

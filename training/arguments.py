@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from typing import NamedTuple
 import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from lsgpt.configuration import LSGPTConfig, load_config, load_preset, load_recipe
-from lsgpt.utilities import suggest
+from lsgpt.utilities import suggest, with_unit
 
 from .stabilizers import STABILIZERS, config_fields, read_stabilizers
-from .telemetry import LogitTelemetryCallback
 
 
 @dataclass
@@ -133,6 +134,41 @@ def _read_yaml(value):
 
 
 _ARGUMENT_TYPES = (ModelArguments, DataArguments, RunArguments, TrainingArguments)
+_FIELDS = [f.name for argument_type in _ARGUMENT_TYPES for f in fields(argument_type) if f.init]
+
+_ON_EXPLOSION = ("warn", "stop", "clip")
+
+_RANGES = {
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "dataloader_num_workers": (0, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    "label_smoothing_factor": (0, 1),
+    "learning_rate": (0, math.inf),
+    "max_eval_blocks": (1, math.inf),
+    "max_grad_norm": (0, math.inf),
+    "max_logit_every_n_steps": (0, math.inf),
+    "max_tokenizer_characters": (1, math.inf),
+    "per_device_eval_batch_size": (1, math.inf),
+    "per_device_train_batch_size": (1, math.inf),
+    "preprocessing_num_workers": (1, math.inf),
+    "stop_at_step": (1, math.inf),
+    "weight_decay": (0, math.inf),
+}
+"""Fields that must be at least the first number and below the second; a wrong value would else show late, or never."""
+
+LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl array artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
+cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
+""".split()  # noqa: SIM905 (one a line would be two pages)
+"""The licences that the Hub has identifiers for; any other one is `other`, with a name and a link."""
 
 
 class Arguments(NamedTuple):
@@ -182,60 +218,88 @@ def parse_arguments(
     """
     parser = parser or make_parser()
     defaults = vars(parser.parse_known_args([])[0])
-    checkpoint = _find_option("resume_from_checkpoint", overrides)
-    if checkpoint is not None and recipe is None:
-        recipe_of_run = find_checkpoint(checkpoint).parent / "recipe.yaml"
-        recipe = recipe_of_run if recipe_of_run.is_file() else None
-    recipe = recipe or "demo"
-    values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
-    checkpoint = checkpoint or values.get("resume_from_checkpoint")
-    checkpoint = find_checkpoint(checkpoint) if checkpoint else None
-    name = "run" if isinstance(recipe, dict) else Path(recipe).stem
-    values["run_name"] = name = values.get("run_name") or name
-    known = {f.name for argument_type in _ARGUMENT_TYPES for f in fields(argument_type) if f.init}
-    for field_name in values:
-        if field_name not in known:
-            raise ValueError(f"recipe {name} has an unknown field {field_name!r}{suggest(str(field_name), known)}")
-    # The parser converts and checks strings, also those from a recipe: YAML reads 3e-4 as one.
-    parser.set_defaults(
-        **{name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
-    )
-    try:
-        namespace, unknown = parser.parse_known_args(list(overrides))
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from error
-    for argument in unknown:
-        if not argument.startswith("--"):
-            raise ValueError(f"unexpected argument {argument!r}; fields are given as --field value")
-        name = argument[2:].split("=")[0].replace("-", "_")
-        hint = suggest(name, known).replace("mean '", "mean '--")
-        raise ValueError(f"unknown field {argument.split('=')[0]!r}{hint}")
-
-    namespace.resume_from_checkpoint = checkpoint and str(checkpoint)
-    folder = namespace.output_dir or (checkpoint and checkpoint.parent)
-    namespace.output_dir = str(folder or Path("runs") / namespace.run_name)
+    if recipe is None:
+        checkpoint = _parse_command_line(parser, overrides).resume_from_checkpoint
+        recipe = _recipe_of_run(checkpoint) if checkpoint else "demo"
+    parser.set_defaults(**_read_recipe(recipe))
+    namespace = _parse_command_line(parser, overrides)
+    has_folder = _choose_folder(namespace)
     model_args, data_args, run_args, training_args = parser.parse_dict(vars(namespace))
-    # Left out are the output folder, a repetition needs another one, and the token, which would be published with the
-    # recipe; the seed is always told.
-    changed = {name: value for name, value in vars(namespace).items() if value != defaults[name]}
-    ours = {**asdict(model_args), **asdict(data_args), **asdict(run_args), "seed": training_args.seed}
-    left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
-    changed = {name: value for name, value in changed.items() if name not in left_out}
-    arguments = Arguments(model_args, data_args, run_args, training_args, {**ours, **changed})
+    resolved = _resolve_recipe(model_args, data_args, run_args, training_args, namespace, defaults)
+    arguments = Arguments(model_args, data_args, run_args, training_args, resolved)
     check_arguments(arguments)
-    if folder is None and training_args.process_index == 0:
+    if not has_folder and training_args.process_index == 0:
         training_args.output_dir = str(free_folder(Path(training_args.output_dir)))
     training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
     return arguments
 
 
-def _find_option(name: str, arguments: Sequence[str]) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
+def _recipe_of_run(checkpoint: str) -> Path:
+    """The recipe of the run that `checkpoint` belongs to."""
+    recipe = find_checkpoint(checkpoint).parent / "recipe.yaml"
+    if not recipe.is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint` must belong to a run with its recipe, but there is no {recipe}. Name the "
+            f"recipe: lsgpt train RECIPE --resume_from_checkpoint {checkpoint}"
+        )
+    return recipe
+
+
+def _read_recipe(recipe: str | Path | dict) -> dict:
+    """The fields of a recipe, `run_name` among them, as the parser takes them."""
+    values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
+    name = "run" if isinstance(recipe, dict) else Path(recipe).stem
+    values["run_name"] = name = values.get("run_name") or name
+    for field_name in values:
+        if field_name not in _FIELDS:
+            raise ValueError(f"recipe {name} has an unknown field {field_name!r}{suggest(str(field_name), _FIELDS)}")
+    # The parser converts and checks strings, also those from a recipe: YAML reads 3e-4 as one.
+    return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
+
+
+def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The values of all fields; `ValueError` for a wrong value, an unknown field, with the nearest one, or a stray."""
     try:
-        return getattr(parser.parse_known_args(list(arguments))[0], name)
+        namespace, unknown = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from error
+    for argument in unknown:
+        if not argument.startswith("--"):
+            raise ValueError(f"unexpected argument {argument!r}; fields are given as --field value")
+        option = argument.split("=")[0]
+        hint = suggest(option.replace("-", "_").replace("__", "--", 1), [f"--{name}" for name in _FIELDS])
+        raise ValueError(f"unknown field {option!r}{hint}")
+    return namespace
+
+
+def _choose_folder(namespace: argparse.Namespace) -> bool:
+    """Sets the checkpoint to resume from and the output folder; returns whether that folder is the one to use."""
+    checkpoint = namespace.resume_from_checkpoint and find_checkpoint(namespace.resume_from_checkpoint)
+    namespace.resume_from_checkpoint = checkpoint and str(checkpoint)
+    folder = namespace.output_dir or (checkpoint and checkpoint.parent)
+    namespace.output_dir = str(folder or Path("runs") / namespace.run_name)
+    return folder is not None
+
+
+def _resolve_recipe(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    run_args: RunArguments,
+    training_args: TrainingArguments,
+    namespace: argparse.Namespace,
+    defaults: dict,
+) -> dict:
+    """See `Arguments.recipe`; `defaults` are the parser's."""
+    ours = {**asdict(model_args), **asdict(data_args), **asdict(run_args), "seed": training_args.seed}
+    # A repetition needs another output folder, and the token would be published with the recipe.
+    left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
+    changed = {
+        # A float in `TrainingArguments`, because below 1 it is a share of the training: 60 steps, not 60.0.
+        name: int(value) if name == "warmup_steps" and value is not None and value.is_integer() else value
+        for name, value in vars(namespace).items()
+        if value != defaults[name] and name not in left_out
+    }
+    return {**ours, **changed}
 
 
 def check_arguments(arguments: Arguments):
@@ -248,12 +312,11 @@ def check_arguments(arguments: Arguments):
     model_args, data_args, run_args, training_args, _ = arguments
     if not (model_args.preset or model_args.model_name_or_path):
         raise ValueError("`model_name_or_path` must be set without a `preset`: the checkpoint to go on with")
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if training_args.world_size != started:
-        raise ValueError(
-            f"{started} processes were started, and each would train a model of its own: they found no GPUs, and "
-            "`use_cpu` was not set"
-        )
+    name = model_args.model_name_or_path
+    if name and looks_like_a_path(name) and not Path(name).is_dir():
+        raise ValueError(f"`model_name_or_path` must be a checkpoint; there is no folder {name!r}")
+    _check_processes(training_args)
+    _check_numbers(arguments)
     config = arguments.build_config()
     positions = config.max_position_embeddings
     if not 2 <= data_args.block_size <= positions:
@@ -262,16 +325,59 @@ def check_arguments(arguments: Arguments):
         )
     if data_args.streaming and training_args.max_steps <= 0:
         raise ValueError("`max_steps` must be set with `streaming`: a stream has no length")
-    for name in ("max_eval_blocks", "preprocessing_num_workers"):
-        value = getattr(data_args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}")
+    if run_args.on_explosion not in _ON_EXPLOSION:
+        raise ValueError(f"`on_explosion` must be one of {', '.join(_ON_EXPLOSION)}; got {run_args.on_explosion!r}")
     if training_args.push_to_hub and run_args.license is None:
         raise ValueError("`license` must be set with `push_to_hub`, such as apache-2.0: the model card names it")
-    if run_args.stop_at_step is not None and run_args.stop_at_step < 1:
-        raise ValueError(f"`stop_at_step` must be at least 1; got {run_args.stop_at_step}")
-    if run_args.max_logit_every_n_steps:
-        LogitTelemetryCallback(run_args.max_logit_every_n_steps, run_args.max_logit_threshold, run_args.on_explosion)
+    if run_args.license is not None:
+        check_license(run_args.license)
+    engine = model_args.attn_implementation
+    if engine in ("flex_attention", "triton") and training_args.device.type == "cpu":
+        reason = "it has no backward pass there" if engine == "flex_attention" else "it runs on CUDA devices only"
+        raise ValueError(
+            f"`attn_implementation` must not be {engine} for training on the CPU: {reason}; leave it out, or use sdpa"
+        )
+    _check_trackers(training_args)
+    _check_stabilizers(run_args, training_args, config)
+
+
+def _check_processes(args: TrainingArguments):
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != started:
+        raise ValueError(
+            f"{started} processes were started, and each would train a model of its own: they found no GPUs, and "
+            "`use_cpu` was not set. Start one process without `accelerate launch`, or several on the CPU with "
+            "configuration/launch/cpu.yaml or --use_cpu true"
+        )
+
+
+def _check_numbers(arguments: Arguments):
+    values = {name: value for part in arguments[:4] for name, value in vars(part).items()}
+    for name, (low, high) in _RANGES.items():
+        value = values[name]
+        if value is not None and not low <= value < high:
+            limit = f" and below {high}" if high != math.inf else " and finite" if value == math.inf else ""
+            raise ValueError(f"`{name}` must be at least {low}{limit}; got {value}")
+    if not 0 < (threshold := values["max_logit_threshold"]) < math.inf:
+        raise ValueError(f"`max_logit_threshold` must be positive and finite; got {threshold}")
+    max_steps, epochs = values["max_steps"], values["num_train_epochs"]
+    if max_steps < 1 and max_steps != -1:
+        raise ValueError(f"`max_steps` must be at least 1, or -1 to count epochs instead; got {max_steps}")
+    if max_steps == -1 and not 0 < epochs < math.inf:
+        raise ValueError(f"`num_train_epochs` must be positive and finite; got {epochs}")
+
+
+def _check_trackers(args: TrainingArguments):
+    installed = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in installed:
+            raise ValueError(
+                f"`report_to` must name trackers that are installed ({', '.join(installed) or 'none is'}); got "
+                f"{name!r}{suggest(name, installed) or f', which `pip install {name}` may bring'}"
+            )
+
+
+def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments, config: LSGPTConfig):
     clips = run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers
     has_deepspeed = training_args.deepspeed_plugin is not None
     if clips and has_deepspeed:
@@ -280,6 +386,15 @@ def check_arguments(arguments: Arguments):
         raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
     if clips and config.qk_norm:
         raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their scale")
+
+
+def check_license(license: str):
+    """Raises `ValueError` for a licence that the Hub has no identifier for, with the nearest one."""
+    if license not in LICENSES:
+        raise ValueError(
+            "`license` must be an identifier from https://huggingface.co/docs/hub/repositories-licenses, such as "
+            f"apache-2.0, or `other`; got {license!r}{suggest(str(license), LICENSES)}"
+        )
 
 
 def make_folder(arguments: Arguments):
@@ -295,9 +410,11 @@ def make_folder(arguments: Arguments):
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` must be a folder; got {str(folder)!r}, which is a file")
     if folder.exists() and any(folder.iterdir()) and not training_args.resume_from_checkpoint:
+        remedy = "It has no checkpoint to go on with: choose another folder, or delete this one"
+        if _complete_checkpoints(folder):
+            remedy = f"To go on with the run in it: --resume_from_checkpoint {folder}"
         raise ValueError(
-            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which has content. To go on with "
-            f"the run in it: --resume_from_checkpoint {folder}"
+            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which has content. {remedy}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,16 +423,38 @@ def make_folder(arguments: Arguments):
         test_file.unlink()
     except OSError as error:
         raise ValueError(f"`output_dir` must be a folder that can be written; got {str(folder)!r}: {error}") from error
-    # Weights and two moments of Adam in float32 for a checkpoint, one of which stays while the next one is written;
-    # and the final weights.
-    weights = 4 * arguments.build_config().num_parameters()
-    checkpoints = 0 if training_args.save_strategy == "no" else (training_args.save_total_limit or 1) + 1
-    needed, free = weights * (1 + 3 * checkpoints), shutil.disk_usage(folder).free
+    needed, free = _bytes_to_write(arguments), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"`output_dir` must be on a disk with room for the checkpoints, {needed / 1e9:,.1f} GB; "
-            f"{str(folder)!r} has {free / 1e9:,.1f} GB"
+            f"`output_dir` must be on a disk with room for the checkpoints, {with_unit(needed, 'B')}; "
+            f"{str(folder)!r} has {with_unit(free, 'B')}"
         )
+
+
+def _bytes_to_write(arguments: Arguments) -> int:
+    """How much the run may still write: final weights, and checkpoints, of which one more than is kept may exist."""
+    args, folder = arguments.training, Path(arguments.training.output_dir)
+    weights = 4 * arguments.build_config().num_parameters()
+    size = weights if args.save_only_model else 3 * weights  # with two moments of Adam
+    # A new checkpoint is written before an old one is deleted; those of the run so far already have their room.
+    checkpoints = 0
+    if args.save_strategy != "no":
+        checkpoints = max((args.save_total_limit or 1) + 1 - len(list(folder.glob("checkpoint-*"))), 1)
+    return weights + checkpoints * size
+
+
+def looks_like_a_path(name: str) -> bool:
+    """
+    Whether `name` can only mean a file or a folder. Where there is none, the Hub need not be asked, which takes half a
+    minute without a network: a name there is `NAME` or `USER/NAME`.
+    """
+    path = Path(name)
+    return (
+        name.startswith((".", "~"))
+        or path.is_absolute()
+        or len(path.parts) > 2
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
 
 
 def free_folder(folder: Path) -> Path:
@@ -335,11 +474,19 @@ def find_checkpoint(folder: str | Path) -> Path:
         ValueError: No such folder, or no complete checkpoint in it.
     """
     folder = Path(folder)
-    candidates = [folder, *folder.glob("checkpoint-*")]
-    complete = [path for path in candidates if _is_complete(path / "trainer_state.json")]
+    complete = _complete_checkpoints(folder)
     if not complete:
-        raise ValueError(f"`resume_from_checkpoint` must be or hold a complete checkpoint; got {str(folder)!r}")
+        recipe = folder / "recipe.yaml"
+        remedy = f". The run ended before its first one; start it again: lsgpt train {recipe}"
+        raise ValueError(
+            f"`resume_from_checkpoint` must be or hold a complete checkpoint; got {str(folder)!r}"
+            + (remedy if recipe.is_file() else "")
+        )
     return max(complete, key=lambda path: int(path.name.partition("-")[2] or 0))
+
+
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    return [path for path in (folder, *folder.glob("checkpoint-*")) if _is_complete(path / "trainer_state.json")]
 
 
 def _is_complete(state_file: Path) -> bool:

@@ -28,6 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lsgpt.utilities import suggest
 
+from .arguments import looks_like_a_path
+
 
 END_OF_TEXT = "<|endoftext|>"
 # Not the end-of-text token: a collator excludes padding from the loss, and the model has to learn where texts end.
@@ -79,21 +81,30 @@ def load_documents(
         The splits `train` and `validation`, with the column `text`.
 
     Raises:
-        ValueError: No such data set, no such column, no documents, or files of several kinds.
+        ValueError: No such data set, no such column, one that holds something else than strings, no documents, or
+            files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
         raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
     if dataset_name == STDLIB:
         return load_stdlib()
     is_local = Path(dataset_name).exists()
+    if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
+        siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
+        raise ValueError(
+            f"`dataset_name` must be {STDLIB}, a file, a folder, or a data set on the Hub; there is no file or folder "
+            f"{dataset_name!r}{suggest(Path(dataset_name).name, siblings)}"
+        )
+    if not is_local and (hint := suggest(dataset_name, [STDLIB])):
+        raise ValueError(f"there is no `dataset_name` {dataset_name!r}{hint}")
     options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
     except StopIteration as error:  # of the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub"
-        hint = "" if is_local else suggest(dataset_name, [STDLIB]) or choices
+        choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub, and no file has this name"
+        hint = "" if is_local else choices
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a split train; {dataset_name!r} has {', '.join(splits)}")
@@ -108,12 +119,42 @@ def load_documents(
         )
     for name, documents in splits.items():
         documents = documents.select_columns(text_column)
-        splits[name] = documents if text_column == "text" else documents.rename_column(text_column, "text")
+        documents = documents if text_column == "text" else documents.rename_column(text_column, "text")
+        splits[name] = _check_texts(documents, f"column {text_column!r} of {dataset_name!r}, split {name}, has")
         if not streaming and not any(splits[name]["text"]):
             raise ValueError(f"`dataset_name` must have text; split {name} of {dataset_name!r} has none")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], validation_percentage)
     return splits
+
+
+def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | IterableDataset:
+    """
+    Raises `ValueError`, which begins with `place`, where the column `text` holds something else than strings. A stream
+    is checked row by row when it is read.
+    """
+    feature = (documents.features or {}).get("text")
+    if feature is not None and not (isinstance(feature, Value) and "string" in feature.dtype):
+        found = feature.dtype if isinstance(feature, Value) else type(feature).__name__.lower()
+        raise ValueError(_not_text(place, f"values of the type {found}"))
+    if isinstance(documents, IterableDataset):
+        return documents.map(_check_row, fn_kwargs={"place": place}, features=documents.features)
+    if nulls := documents.data.column("text").null_count:
+        raise ValueError(_not_text(place, f"no text (null) in {nulls} of {len(documents)} rows"))
+    return documents
+
+
+def _check_row(row: dict, place: str) -> dict:
+    if not isinstance(row["text"], str):
+        raise ValueError(_not_text(place, repr(row["text"])[:60]))
+    return row
+
+
+def _not_text(place: str, found: str) -> str:
+    return (
+        f"`text_column` must hold one string in each row; {place} {found}. Leave such rows out, or turn them into "
+        "text first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
+    )
 
 
 def _local_files(path: Path) -> dict:
@@ -197,6 +238,10 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: No such tokenizer, one with more tokens than the model, or without an end-of-text token.
     """
+    if looks_like_a_path(name) and not Path(name).is_dir():
+        raise ValueError(
+            f"`tokenizer` must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub; there is no {name!r}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.modeling_lsgpt import measure_max_logits
+from lsgpt.utilities import with_unit
 
 from .arguments import Arguments, DataArguments, RunArguments, make_folder
 from .callbacks import (
@@ -220,7 +221,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     if args.process_index == 0:
         size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
         print(
-            f"Training {model.num_parameters() / 1e6:.1f}M parameters on {size} of {arguments.data.block_size} "
+            f"Training {with_unit(model.num_parameters())} parameters on {size} of {arguments.data.block_size} "
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )

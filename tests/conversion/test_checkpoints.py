@@ -365,6 +365,9 @@ def test_refused_gpt2_weights(tmp_path):
         (["EMPTY", "new"], "has no config.json"),
         (["none/none/none", "new"], "there is no model"),
         (["none.pt", "new"], "there is no file 'none.pt'"),
+        (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
+        (["GPT2x", "new"], "no such file or folder"),
+        (["NAN", "new"], "must be finite numbers; model.norm.weight has others"),
         (["GPT2", "new", "--global-heads", "1"], "must be given together; got no `window`, `calibrate`"),
         (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "got no `global_heads`"),
         (["FULL/text.txt", "new", "--global-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
@@ -372,12 +375,15 @@ def test_refused_gpt2_weights(tmp_path):
     ],
 )
 def test_mistakes_get_one_line_and_status_2(command, message, tmp_path, capsys):
-    make_gpt2().save_pretrained(tmp_path / "gpt2")
+    gpt2 = make_gpt2()
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    gpt2.transformer.ln_f.weight.data[3] = torch.nan
+    gpt2.save_pretrained(tmp_path / "nan")
     BertConfig().save_pretrained(tmp_path / "bert")
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "text.txt").write_text("text")
-    places = {"GPT2": "gpt2", "BERT": "bert", "EMPTY": "empty", "FULL": "full", "new": "new"}
+    places = {"GPT2": "gpt2", "NAN": "nan", "BERT": "bert", "EMPTY": "empty", "FULL": "full", "new": "new"}
     for name, place in places.items():
         command = [argument.replace(name, str(tmp_path / place)) for argument in command]
     assert lsgpt_cli.main(["convert", *command]) == 2

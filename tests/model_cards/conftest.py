@@ -11,6 +11,8 @@ from huggingface_hub import constants
 
 
 TOKENS = {"hf_write": "write", "hf_read": "read"}
+LARGE = (".safetensors", ".png")
+"""Files that the Hub does not take inside a commit."""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -22,6 +24,8 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repos: dict[str, dict[str, bytes]] = {}
         """The files of each repository."""
+        self.large_files: dict[str, bytes] = {}
+        """What was uploaded apart from the commits, by its SHA-256."""
         self.private: set[str] = set()
         self.commits: list[str] = []
         """The repository of each commit."""
@@ -66,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
             if "\nlicense: " not in json.loads(body)["content"]:
                 return self.reply(400, {"errors": [{"message": "no license"}]})
             return self.reply(200, {"errors": [], "warnings": []})
+        if path.startswith("/large-files/"):  # an address that the answer to `objects/batch` made
+            hub.large_files[path.split("/")[-1]] = body
+            return self.reply(200)
         if TOKENS.get(token) is None:
             return self.reply(401, {"error": "Invalid username or password."})
         if path == "/api/whoami-v2":
@@ -83,10 +90,20 @@ class Handler(BaseHTTPRequestHandler):
             if values.get("visibility") == "private":
                 hub.private.add(repo_id)
             return self.reply(200, {"url": f"{hub.url}/{repo_id}"})
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = [
+                {**file, "actions": {"upload": {"href": f"{hub.url}/large-files/{file['oid']}"}}}
+                for file in json.loads(body)["objects"]
+            ]
+            return self.reply(200, {"transfer": "basic", "objects": objects})
         repo_id = "/".join(path.split("/")[3:5])
         if path.endswith("/preupload/main"):
             files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
+                    "shouldIgnore": False,
+                }
                 for file in json.loads(body)["files"]
             ]
             return self.reply(200, {"files": files})
@@ -94,6 +111,10 @@ class Handler(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     hub.repos[repo_id][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "lfsFile":
+                    content = hub.large_files[line["value"]["oid"]]
+                    assert hashlib.sha256(content).hexdigest() == line["value"]["oid"]
+                    hub.repos[repo_id][line["value"]["path"]] = content
             hub.commits.append(repo_id)
             url = f"{hub.url}/{repo_id}/commit/{COMMIT}"
             return self.reply(200, {"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
@@ -108,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha1(content).hexdigest()}"'
         return self.reply(200, content, head_only, ETag=etag, X_Repo_Commit=COMMIT)
 
-    do_GET = do_HEAD = do_POST = do_DELETE = answer
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +141,9 @@ def hub():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", server.url)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(
+            constants, "HF_HUB_DISABLE_XET", True
+        )  # large files go by Git LFS's protocol, which is plain HTTP
         patch.setattr("transformers.utils.hub._hf_api", None)  # an earlier test may have made it, for the real Hub
         patch.setenv("HF_TOKEN", "hf_write")
         yield server

@@ -20,7 +20,7 @@ import lsgpt_cli
 from lsgpt import LSGPTConfig
 from lsgpt.configuration import list_presets, load_preset
 from lsgpt.model_cards import draw_heads, make_card, make_preset_card, publish, save_card
-from lsgpt.training import parse_arguments, run
+from lsgpt.training import parse_arguments, run, train_tokenizer
 
 
 CARDS = Path(lsgpt_cli.__file__).parent / "model_cards"
@@ -49,13 +49,13 @@ PUBLISHED = {
         "attention_lsgpt.py",
         "cache_lsgpt.py",
         "configuration_lsgpt.py",
-        "linear_lsgpt.py",
+        "cpu_lsgpt.py",
+        "engines_lsgpt.py",
         "loss_lsgpt.py",
-        "visibility_lsgpt.py",
         "modeling_lsgpt.py",
-        "sdpa_lsgpt.py",
         "telemetry_lsgpt.py",
         "triton_lsgpt.py",
+        "visibility_lsgpt.py",
     ),
     *("README.md", "heads.png", "loss.png", "loss_by_position.png", "max_logits.png", "max_logits_by_head.png"),
     *("recipe.yaml", "metrics.jsonl", "results.json"),
@@ -204,7 +204,10 @@ def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder,
     assert "lovelace/tiny" in hub.private
     files = hub.repos["lovelace/tiny"]
     assert set(files) == PUBLISHED
-    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "loss.png"):
+        content = (folder / name).read_bytes()
+        assert files[name] == content
+        assert content in hub.large_files.values()
     assert f"{hub.url}/lovelace/tiny" in capsys.readouterr().out
 
     transformers, _, _ = snippets_of(ModelCard(files["README.md"].decode()), "lovelace/tiny")
@@ -261,7 +264,9 @@ def test_nothing_is_made_without_a_right_to_it(hub, folder, monkeypatch):
     assert set(hub.repos) == repos
 
 
-@pytest.mark.parametrize("endpoint", ["/validate-yaml", "/repos/create", "/preupload/main", "/commit/main"])
+@pytest.mark.parametrize(
+    "endpoint", ["/validate-yaml", "/repos/create", "/preupload/main", "/objects/batch", "/commit/main"]
+)
 def test_a_failed_upload_leaves_no_repository(hub, folder, monkeypatch, endpoint):
     monkeypatch.setattr(hub, "refused", endpoint)
     refused(r"out of storage", folder, "ada/failed")
@@ -311,6 +316,14 @@ def break_tokenizer(folder):
     (folder / "tokenizer_config.json").unlink()
 
 
+def swap_tokenizers(folder):
+    train_tokenizer([f"word{i} " for i in range(1000)], 700).save_pretrained(folder)
+
+
+def mistype_the_licence(folder):
+    (folder / "README.md").write_text("---\nlicense: apach-2.0\n---\n")
+
+
 def break_code(folder):
     (folder / "visibility_lsgpt.py").unlink()
 
@@ -339,9 +352,11 @@ def leave_a_licence_without_a_name(folder):
         (forget_a_tensor, r"missing_keys: model\.norm\.weight"),
         (spoil_a_tensor, r"must be finite numbers; model\.norm\.weight"),
         (break_tokenizer, r"no tokenizer_config\.json"),
+        (swap_tokenizers, r"must be the model's: it has 700 tokens, and the model's `vocab_size` is 600"),
+        (mistype_the_licence, r"got 'apach-2\.0'; did you mean 'apache-2\.0'"),
         (break_code, r"lacks visibility_lsgpt\.py"),
         (leave_a_token, "must not hold `hub_token`"),
-        (break_licence, r"such as apache-2\.0; got 'Apache 2\.0'"),
+        (break_licence, r"such as apache-2\.0, or `other`; got 'Apache 2\.0'"),
         (leave_a_licence_without_a_name, "`license_name` and `license_link`"),
     ],
 )

@@ -184,10 +184,10 @@ def test_flex_attention_is_one_call_for_both_kinds(monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [8, 16])
 @pytest.mark.parametrize("length", [8, 24, 40, 72])
-def test_flex_attention_of_small_heads_on_every_cpu(length, head_dim, monkeypatch):
+def test_flex_attention_of_small_heads_on_every_cpu(length, head_dim):
     """What PyTorch compiles for these shapes is wrong on CPUs with AVX2 and without AVX-512."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 256)
-    check(HEADS["H6-G1"], "flex_attention", torch.float32, length, gradients=False, head_dim=head_dim)
+    with torch._inductor.config.patch("cpp.simdlen", 256):
+        check(HEADS["H6-G1"], "flex_attention", torch.float32, length, gradients=False, head_dim=head_dim)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run in its interpreter

@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -69,7 +70,28 @@ def test_config_overrides_change_the_model(tmp_path):
         ("streaming: true\nmax_steps: -1", [], "`max_steps` must be set with `streaming`"),
         ("max_eval_blocks: 0", [], "`max_eval_blocks` must be at least 1; got 0"),
         ("stop_at_step: 0", [], "`stop_at_step` must be at least 1; got 0"),
-        ("max_logit_threshold: 0", [], "`threshold` must be positive"),
+        ("max_logit_threshold: 0", [], "`max_logit_threshold` must be positive and finite; got 0.0"),
+        ("max_logit_threshold: .nan", [], "`max_logit_threshold` must be positive and finite; got nan"),
+        ("max_logit_every_n_steps: -1", [], "`max_logit_every_n_steps` must be at least 0; got -1"),
+        ("learning_rate: -1", [], "`learning_rate` must be at least 0; got -1.0"),
+        ("learning_rate: .nan", [], "`learning_rate` must be at least 0; got nan"),
+        ("learning_rate: .inf", [], "`learning_rate` must be at least 0 and finite; got inf"),
+        ("adam_beta1: 1.5", [], "`adam_beta1` must be at least 0 and below 1; got 1.5"),
+        ("gradient_accumulation_steps: 0", [], "`gradient_accumulation_steps` must be at least 1; got 0"),
+        ("per_device_train_batch_size: 0", [], "`per_device_train_batch_size` must be at least 1; got 0"),
+        ("max_tokenizer_characters: 0", [], "`max_tokenizer_characters` must be at least 1; got 0"),
+        ("{}", ["--max_tokenizer_characters", "-5"], "`max_tokenizer_characters` must be at least 1; got -5"),
+        ("max_steps: 0", [], "`max_steps` must be at least 1, or -1 to count epochs instead; got 0"),
+        ("num_train_epochs: 0\nmax_steps: -1", [], "`num_train_epochs` must be positive and finite; got 0"),
+        (
+            "attn_implementation: flex_attention\nuse_cpu: true",
+            [],
+            "must not be flex_attention for training on the CPU",
+        ),
+        ("attn_implementation: triton\nuse_cpu: true", [], "must not be triton for training on the CPU"),
+        ("report_to: dvclive", [], r"`report_to` must name trackers that are installed .*; got 'dvclive'"),
+        ("report_to: tensorbord", [], "did you mean 'tensorboard'"),
+        ("license: apach-2.0", [], "`license` must be an identifier .*; got 'apach-2.0'; did you mean 'apache-2.0'"),
         ("on_explosion: panic", [], "`on_explosion` must be one of warn, stop, clip"),
         ("stabilizers: [qk_norm]", [], "did you mean 'qk-norm'"),
         ("stabilizers: [qk-norm, qk-clip]", [], "QK-clip must not be combined with QK-norm"),
@@ -87,6 +109,7 @@ def test_recipe_of_a_run_repeats_it(tmp_path):
     overrides += ["--stabilizers", "z-loss", "--lr_scheduler_kwargs", '{"num_cycles": 0.4}']
     arguments = parse_arguments("demo", overrides)
     assert arguments.recipe["learning_rate"] == 3e-5
+    assert str(arguments.recipe["warmup_steps"]) == "60"  # as the recipe has it, although the field is a float
     assert not {"output_dir", "resume_from_checkpoint", "remove_unused_columns"} & set(arguments.recipe)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(arguments.recipe))
@@ -104,9 +127,10 @@ def test_nothing_is_overwritten(tmp_path):
         assert free_folder(tmp_path / "run") == taken  # an empty folder is free
         (taken / "report.md").touch()
         assert free_folder(tmp_path / "run") == tmp_path / expected
-    with pytest.raises(
-        ValueError, match=r"`output_dir` must be a new or an empty folder.*To go on with the run in it"
-    ):
+    with pytest.raises(ValueError, match=r"`output_dir` must be a new or an empty folder.*choose another"):
+        make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
+    write_checkpoint(tmp_path / "run" / "checkpoint-9", "{}")
+    with pytest.raises(ValueError, match=r"To go on with the run in it: --resume_from_checkpoint .*run$"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
 
 
@@ -121,8 +145,25 @@ def test_folder_that_cannot_be_written(tmp_path):
 
 def test_disk_without_room_for_the_checkpoints(tmp_path):
     huge = ["--config_overrides", "{hidden_size: 1200000, intermediate_size: 10000000}", "--output_dir", str(tmp_path)]
-    with pytest.raises(ValueError, match=r"room for the checkpoints, [\d,.]+ GB; .* has [\d,.]+ GB"):
+    with pytest.raises(ValueError, match=r"room for the checkpoints, [\d.]+ TB; .* has [\d.]+ [GT]B"):
         make_folder(parse_arguments("demo", huge))
+
+
+def test_a_run_that_fitted_can_be_resumed(tmp_path, monkeypatch):
+    """Its checkpoints count as room that it has; the disk has as much as the run needs in all, and not a byte more."""
+    overrides = ["--output_dir", str(tmp_path / "run"), "--save_strategy", "steps", "--save_total_limit", "2"]
+    weights = 4 * parse_arguments("demo", overrides).build_config().num_parameters()
+    free = weights * (1 + 3 * 3)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    make_folder(parse_arguments("demo", overrides))
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "run" / f"checkpoint-{step}", "{}")
+        free -= 3 * weights
+        make_folder(parse_arguments("demo", [*overrides, "--resume_from_checkpoint", str(tmp_path / "run")]))
+    free -= 1
+    message = r"room for the checkpoints, 26.8 MB; .* has 26.8 MB"
+    with pytest.raises(ValueError, match=message):
+        make_folder(parse_arguments("demo", [*overrides, "--resume_from_checkpoint", str(tmp_path / "run")]))
 
 
 def write_checkpoint(folder, state):
@@ -149,6 +190,26 @@ def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tm
     assert parse_arguments(recipe).training.resume_from_checkpoint == str(run / "checkpoint-10")
     with pytest.raises(ValueError, match="`resume_from_checkpoint` must be or hold a complete checkpoint; got"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path)])
+
+
+def test_a_run_that_ended_before_its_first_checkpoint(tmp_path):
+    """Neither message sends to the other."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("max_steps: 17\n")
+    with pytest.raises(ValueError, match="It has no checkpoint to go on with: choose another folder, or delete"):
+        make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
+    recipe = tmp_path / "run" / "recipe.yaml"
+    with pytest.raises(ValueError, match=f"ended before its first one; start it again: lsgpt train {recipe}"):
+        parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
+
+
+def test_resuming_without_a_recipe_is_refused(tmp_path):
+    """The demo's, which would be taken without a word, is another model on other data."""
+    write_checkpoint(tmp_path / "run" / "checkpoint-9", "{}")
+    with pytest.raises(ValueError, match=r"but there is no .*recipe\.yaml\. Name the recipe: lsgpt train RECIPE"):
+        parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
+    arguments = parse_arguments("demo", ["--resume_from_checkpoint", str(tmp_path / "run")])
+    assert arguments.training.output_dir == str(tmp_path / "run")
 
 
 def test_processes_that_would_not_train_together(monkeypatch):

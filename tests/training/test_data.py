@@ -64,10 +64,45 @@ def test_library_without_source_is_an_error(tmp_path):
 
 
 def test_unknown_dataset_is_an_error():
-    with pytest.raises(ValueError, match=r"cannot load `dataset_name` 'stdlb': .*; did you mean 'stdlib'\?"):
+    with pytest.raises(ValueError, match=r"there is no `dataset_name` 'stdlb'; did you mean 'stdlib'\?"):
         load_documents("stdlb")
-    with pytest.raises(ValueError, match="it must be stdlib, a file, a folder, or a data set on the Hub"):
-        load_documents("./nowhere")
+
+
+def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lsgpt.training.data.load_dataset", None)  # asks it
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "dune.txt").touch()
+    for name in (
+        "./nowhere",
+        "dnue.txt",
+        "books/dnue.txt",
+        "books/nothing",
+        "a/b/c",
+        str(tmp_path / "x"),
+        "~/no such",
+    ):
+        with pytest.raises(ValueError, match="there is no file or folder") as error:
+            load_documents(name)
+        assert ("did you mean 'dune.txt'" in str(error.value)) == (name == "books/dnue.txt")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a text", None], r"column 'body' of .*, split train, has (no text \(null\) in 1 of 2 rows|None)"),
+        ([None, None], "has (values of the type null|None)"),
+        ([7, 8], "has (values of the type int64|7)"),
+        ([["two", "strings"], ["are", "no pair"]], r"has (values of the type list|\['two', 'strings'\])"),
+        ([["a", "b", "c"]], r"has (values of the type list|\['a', 'b', 'c'\])"),
+        ([[{"role": "user", "content": "Hello"}]], r"has (values of the type list|\[\{.*).*apply_chat_template"),
+    ],
+)
+def test_a_column_that_holds_no_text(tmp_path, texts, message, streaming):
+    write_json_lines(tmp_path / "a.jsonl", texts, column="body")
+    with pytest.raises(ValueError, match=message):
+        list(load_documents(str(tmp_path / "a.jsonl"), text_column="body", streaming=streaming)["train"])
 
 
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
