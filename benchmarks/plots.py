@@ -1,6 +1,7 @@
 """Plots of the suite's ratios over the length."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -68,5 +69,6 @@ def plot_ratios(path: Path, name: str, rows: list[dict]):
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the time (less is better)")
     figure.suptitle(TITLES[name])
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=len(baselines), fontsize=8)
+    where: Any = "outside lower center"
+    figure.legend(handles=list(handles.values()), loc=where, ncols=len(baselines), fontsize=8)
     figure.savefig(path, dpi=150)

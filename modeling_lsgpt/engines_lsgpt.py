@@ -458,8 +458,10 @@ def plan_attention(config: LSGPTConfig, visibility: dict[str, Visibility]) -> At
 
 
 def refuse_other_models(module: nn.Module, *args, **kwargs):
-    """What Transformers finds under the name `triton`, and LSGPT does not ask for."""
-    raise ValueError(f'attn_implementation="triton" is an engine of LSGPT; {type(module).__name__} cannot use it')
+    """What Transformers finds under the name of an engine that only LSGPT has, and LSGPT does not ask for."""
+    name, model = module.config._attn_implementation, type(module).__name__
+    raise ValueError(f'attn_implementation="{name}" is an engine of LSGPT; {model} cannot use it')
 
 
-ALL_ATTENTION_FUNCTIONS.register("triton", refuse_other_models)
+for _name in ENGINES.keys() - ALL_ATTENTION_FUNCTIONS.keys() - {"eager"}:
+    ALL_ATTENTION_FUNCTIONS.register(_name, refuse_other_models)

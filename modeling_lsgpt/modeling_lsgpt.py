@@ -167,7 +167,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
 
 
 @cache
-def _register_decoder(config_class: type[LSGPTConfig]):
+def _register_decoder(config_class: type):
     """
     Makes `AutoModel` build `LSGPTModel`, as the generic heads ask it to. Not done once for this file's `LSGPTConfig`:
     from a checkpoint's code, Transformers imports the configuration twice, once for itself and once for this file.

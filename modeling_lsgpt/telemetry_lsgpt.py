@@ -19,6 +19,10 @@ LOCAL_ROWS = 128
 """Number of queries of local heads that are taken together: more of them would meet more keys that none can see."""
 
 
+HIDDEN = -1e4
+"""An additive mask of less hides a pair: people use -1e9, or the lowest number of a precision, -65504 in float16."""
+
+
 @torch.no_grad()
 def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibility: Visibility) -> torch.Tensor:
     """
@@ -57,7 +61,8 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
         if v.mask is not None and v.mask.dtype != torch.bool:
             visible = _has_weight(logits, v.dense()[:, :, None, start:stop])
         else:
-            visible = v.sees(batch, 0, positions, v.key_positions[begin:end])[:, None, None]
+            visible = v.sees(batch, 0, positions, v.key_positions[begin:end])
+            visible = visible.expand(batch_size, -1, -1)[:, None, None]
         if v.padding_mask is not None:
             visible = visible & v.padding_mask[batch, positions][:, None, None]
         result = torch.maximum(result, logits.masked_fill(~visible, 0.0).abs().amax(dim=(0, 3, 4)))
@@ -65,8 +70,8 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
 
 
 def _has_weight(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whether the softmax of the logits and an additive mask is more than 0 in float32."""
-    return (logits + mask).softmax(-1) > 0
+    """Whether the softmax of logits and additive mask is more than 0 in float32, also where a row is all hidden."""
+    return ((logits + mask).softmax(-1) > 0) & (mask > HIDDEN)
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:

@@ -348,7 +348,7 @@ def _attend_to_block(
     k = _load_rows(key, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
     v = _load_rows(value, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
     logits = _multiply(q, tl.trans(k)) * (scaling * LOG2_E)
-    sizes = tl.abs(logits)
+    sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over what is no number
     if MASKED:
         keys, last_queries = start + tl.arange(0, BLOCK_K), positions
         if SPANS:

@@ -156,12 +156,12 @@ def describe_visibility(
         if mask is not None:
             _check_mask(mask, batch_size, q_length, None if isinstance(attention_mask, dict) else past_length)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        of_kind, padding_mask = {}, attention_mask.to(device=device, dtype=torch.bool)
+        of_kind = {}
+        if not (_may_look_at(attention_mask, q_length) and attention_mask.all()):
+            padding_mask = attention_mask.to(device=device, dtype=torch.bool)
     # A tensor for a length comes from a static cache in use.
     if position_ids is not None and isinstance(past_length, int) and not isinstance(attention_mask, dict):
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
-    if padding_mask is not None and _may_look_at(padding_mask, q_length) and padding_mask.all():
-        padding_mask = None
 
     is_static = getattr(past_key_values, "is_compileable", False)
     result = {}

@@ -108,6 +108,24 @@ def test_measured_locality_is_that_of_the_attention_weights(converted):
     assert actual.max() - actual.min() > 0.2  # the training made heads differ
 
 
+@pytest.mark.parametrize("engine", ["eager", "flex_attention", "triton"])
+def test_locality_is_the_same_on_every_engine(tiny_model, engine):
+    blocks = [torch.randint(97, (40,)) for _ in range(2)]
+    values = {"num_global_heads": 6, "qk_norm": True, "position_embedding_type": "rope"}
+    expected = measure_locality(tiny_model(**values), blocks, WINDOW)
+    assert ((expected > 0) & (expected < 1)).all()
+    torch.testing.assert_close(measure_locality(tiny_model(engine=engine, **values), blocks, WINDOW), expected)
+
+
+def test_heads_with_normalised_queries_and_keys_are_put_in_order(tiny_model):
+    """All heads share the norms, which stay as they are."""
+    model, ids = tiny_model(num_global_heads=6, qk_norm=True, use_bias=True), torch.randint(97, (1, 40))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    other = with_global_heads(model, [[4, 1], [0, 5]], window=200)
+    torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_choice_of_the_least_local_heads():
     locality = torch.tensor([[0.9, 0.2, 0.8, 0.1], [0.9, 0.95, 0.3, 0.99], [0.5, 0.5, 0.5, 0.5]])
     assert choose_global_heads(locality, 1) == [[3], [2], [0]]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from reference import visible_pairs
 
-from lsgpt.modeling_lsgpt import telemetry_lsgpt
+from lsgpt import measure_max_logits
+from lsgpt.modeling_lsgpt import Visibility, telemetry_lsgpt
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import max_logits
 
 
@@ -32,16 +33,56 @@ def test_equals_brute_force(monkeypatch, limits, window, kv_heads, at_once):
             masks["documents"] = (torch.rand(2, kv_length) < 0.1).cumsum(-1)
         num_global_heads, reach = (4, 1) if window is None else (0, window)
         visible = visible_pairs(4, num_global_heads, reach, q_length, kv_length, **masks)
-        actual = max_logits(query, key, 12**-0.5, window, **masks)
+        if "padding_mask" in masks:
+            visible = visible & masks["padding_mask"][:, None, -q_length:, None]  # queries, too
+        sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": kv_length - q_length, "batch_size": 2}
+        actual = max_logits(query, key, 12**-0.5, Visibility(**sizes, window=window, **masks))
         torch.testing.assert_close(actual, brute_force(query, key, visible), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_a_custom_mask_says_by_itself_who_may_attend(additive):
+@pytest.mark.parametrize("hidden", [None, torch.finfo(torch.float32).min, -1e9, -200.0, float("-inf")])
+def test_a_custom_mask_says_by_itself_who_may_attend(hidden):
+    """Boolean, or added to the logits: then a pair counts that the softmax gives some weight."""
     query, key = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 30, 8)
     visible = torch.rand(2, 1, 20, 30) < 0.3
-    mask = visible
-    if additive:
-        mask = torch.randn(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    actual = max_logits(query, key, 8**-0.5, window=3, mask=mask)
+    mask = visible if hidden is None else torch.randn(visible.shape).masked_fill(~visible, hidden)
+    visibility = Visibility(20, 30, 10, mask=mask, batch_size=2)
+    actual = max_logits(query, key, 8**-0.5, visibility)
     torch.testing.assert_close(actual, brute_force(query, key, visible))
+    if hidden == -200.0:
+        return  # a row without a pair in the window would have its weight there
+    in_window = torch.arange(30) > torch.arange(20)[:, None] + 10 - 3
+    visibility.window = 3
+    actual = max_logits(query, key, 8**-0.5, visibility)
+    torch.testing.assert_close(actual, brute_force(query, key, visible & in_window))
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "eager", "flex_attention", "triton"])
+def test_padding_at_the_end_counts_for_nothing(tiny_model, engine):
+    model = tiny_model(engine=engine).requires_grad_(False)
+    ids, mask = torch.randint(97, (2, 40)), torch.ones(2, 40)
+    expected = measure_max_logits(model, input_ids=ids[:, :25])
+    mask[:, 25:] = 0
+    ids[:, 25:] = ids[:, :1] * 3 % 97  # logits of their own
+    torch.testing.assert_close(measure_max_logits(model, input_ids=ids, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_a_window_that_is_changed_is_measured(tiny_model, engine):
+    """What attention computes and what is measured read the same configuration at the same time."""
+    ids = torch.randint(97, (1, 60))
+    expected = measure_max_logits(tiny_model(engine=engine, sliding_window=30), input_ids=ids)
+    model = tiny_model(engine=engine)
+    assert not measure_max_logits(model, input_ids=ids).equal(expected)
+    model.config.sliding_window = 30
+    torch.testing.assert_close(measure_max_logits(model, input_ids=ids), expected)
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_a_logit_that_is_no_number_shows(tiny_model, engine):
+    model = tiny_model(engine=engine)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+    maxima = measure_max_logits(model, input_ids=torch.randint(97, (1, 40)))
+    assert maxima[0].isfinite().all() and maxima[1, 1:].isfinite().all()
+    assert not maxima[1, 0].isfinite()

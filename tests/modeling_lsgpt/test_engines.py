@@ -1,0 +1,179 @@
+"""The way through the attention: one table of engines, four files, and a decode step that waits for nothing."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import lsgpt.modeling_lsgpt
+from lsgpt import LSGPTForCausalLM
+from lsgpt.modeling_lsgpt import ENGINES, GLOBAL, LOCAL, Engine, describe_visibility, engines_lsgpt, plan_attention
+
+
+FOLDER = Path(lsgpt.modeling_lsgpt.__file__).parent.resolve()
+DOCS = FOLDER.parent / "docs"
+
+# What a reader follows from the model's `forward` to the attention of queries, keys and values.
+FILES = {"modeling_lsgpt.py", "attention_lsgpt.py", "visibility_lsgpt.py", "engines_lsgpt.py"}
+# What computes the same as a class or function of PyTorch or Transformers, only faster; and properties of the config.
+APART = {"cpu_lsgpt.py", "cache_lsgpt.py", "configuration_lsgpt.py"}
+
+
+def files_that_run(function):
+    """Names of the files in the model's folder whose functions `function` calls."""
+    files = set()
+
+    def profile(frame, event, arg):
+        if event == "call":
+            file = Path(frame.f_code.co_filename)
+            if file.name.endswith("_lsgpt.py") and file.resolve().parent == FOLDER:
+                files.add(file.name)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_a_forward_pass_and_a_decode_step_run_through_four_files(tiny_model, engine):
+    model = tiny_model(engine=engine, position_embedding_type="rope")
+    ids, cache = torch.randint(97, (2, 40)), DynamicCache(config=model.config)
+    for new in (ids, ids[:, :1]):
+        files = files_that_run(lambda new=new: model(new, past_key_values=cache))
+        assert files >= FILES
+        assert files - FILES <= APART
+
+
+def test_an_engine_is_one_class_and_one_row():
+    methods = {name for name, _ in inspect.getmembers(Engine, inspect.isfunction)}
+    assert methods == {"refuse", "form", "form_of_all_heads", "attend"}
+    for engine in ENGINES.values():
+        assert isinstance(engine, Engine)
+        assert type(engine).attend is not Engine.attend
+    page = (DOCS / "engines-and-caches.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) | {"flash_attention_3", "flash_attention_4"} == set(ENGINES)
+
+
+def test_the_smallest_engine_of_the_documentation(tiny_model, monkeypatch):
+    """The class in `docs/attention.md`, as printed, beside `eager`."""
+    page = (DOCS / "attention.md").read_text(encoding="utf-8")
+    code = re.search(r"## Adding an engine.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    monkeypatch.setattr(engines_lsgpt, "ENGINES", dict(ENGINES))
+    monkeypatch.setattr(lsgpt.modeling_lsgpt, "ENGINES", engines_lsgpt.ENGINES)
+    exec(code, {})
+    (name,) = set(engines_lsgpt.ENGINES) - set(ENGINES)
+    model, ids = tiny_model(), torch.randint(97, (2, 40))
+    expected = model(ids).logits
+    model.config._attn_implementation = name
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="attention_dropout"):
+        model.config.attention_dropout = 0.5
+        model.train()(ids)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@torch.no_grad()
+def test_a_decode_step_waits_for_no_device(tiny_model, engine):
+    """On `meta`, whose values nobody can read, a wait is an error. `generate` passes both masks and positions."""
+    for values in ({}, {"num_global_heads": 0}, {"num_key_value_heads": 3, "position_embedding_type": "rope"}):
+        model = tiny_model(**values).to("meta")
+        cache = DynamicCache(config=model.config)
+        ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+        model(ids, past_key_values=cache)
+        model.config._attn_implementation = engine
+        for n in (21, 22):
+            mask, positions = torch.ones(2, n, device="meta").long(), torch.ones(2, 1, device="meta").long()
+            model(ids[:, :1], attention_mask=mask, position_ids=positions, past_key_values=cache)
+        assert cache.get_seq_length() == 22
+
+
+class LargestNewTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is made, views of others not counted."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        def storages(x):
+            tensors = (y for y in torch.utils._pytree.tree_leaves(x) if isinstance(y, torch.Tensor))
+            return {y.untyped_storage().data_ptr(): y.numel() for y in tensors}
+
+        output = function(*args, **(kwargs or {}))
+        known = storages((args, kwargs))
+        new = [numel for pointer, numel in storages(output).items() if pointer not in known]
+        self.numel = max(self.numel, *new, 0)
+        return output
+
+
+@torch.no_grad()
+def test_a_decode_step_makes_no_tensor_that_grows(tiny_model):
+    model, sizes = tiny_model(max_position_embeddings=5000), []
+    for n in (600, 4600):
+        cache = DynamicCache(config=model.config)
+        model(torch.randint(97, (1, n)), past_key_values=cache)
+        model(torch.randint(97, (1, 1)), past_key_values=cache)  # gives the cache room for a few more
+        mask, positions = torch.ones(1, n + 3, dtype=torch.long), torch.tensor([[n + 2]])
+        for inputs in ({}, {"attention_mask": mask, "position_ids": positions}):
+            with LargestNewTensor() as largest:
+                model(torch.randint(97, (1, 1)), past_key_values=cache, **inputs)
+            sizes.append(largest.numel)
+    assert max(sizes) == min(sizes) < 600
+
+
+def test_a_plan_moves_to_another_device(tiny_config):
+    """As Accelerate does where a model is spread over several."""
+    padding, additive = torch.ones(2, 40), torch.zeros(2, 1, 40, 40)
+    padding[1, :5] = 0
+    for engine, mask in (("sdpa", padding), ("sdpa", additive), ("triton", padding), ("flex_attention", padding)):
+        config = tiny_config()
+        config._attn_implementation = engine
+        plan = plan_attention(config, describe_visibility(config, torch.empty(2, 40, 0), mask)).to("meta")
+        assert all(v.device == "meta" for v in plan.visibility.values())
+        for form in plan.forms.values():
+            tensors = form if isinstance(form, tuple) else [getattr(form, "kv_num_blocks", form)]
+            assert {x.device.type for x in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_masks_that_cannot_be_are_named(tiny_model, engine):
+    model, ids = tiny_model(engine=engine), torch.randint(97, (2, 9))
+    square = torch.ones(2, 1, 9, 9).tril()
+    for mask, message in (
+        (square.bool().expand(-1, 6, -1, -1), r"must be the same for all heads, of shape \(2, 1, 9, keys\); got \(2, 6"),
+        (square.bool().expand(-1, 2, -1, -1), r"must be the same for all heads"),
+        (square.long(), r"must be boolean, True where a token may attend, or floating point.*got torch.int64"),
+        ({GLOBAL: square.long(), LOCAL: None}, r"must be boolean"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["learned", "rope"])
+def test_checkpoints_of_earlier_versions(name):
+    """Written by version 0.1.0 with what it computed on `eager`; to the bit on a CPU of the same kind."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    folder = Path(__file__).parent / "checkpoints" / name
+    with safe_open(folder / "expected.safetensors", "pt") as file:
+        expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dictionary)
+        same_cpu = file.metadata()["cpu"] == torch.backends.cpu.get_cpu_capability()
+    tolerance = {"rtol": 0, "atol": 0} if same_cpu else {"rtol": 1e-4, "atol": 1e-5}
+    model = LSGPTForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids, mask = expected["input_ids"], expected["attention_mask"]
+    with torch.no_grad():
+        actual = {
+            "logits": model(ids).logits,
+            "logits_of_padded": model(ids, attention_mask=mask).logits,
+            "loss": model(ids, labels=ids).loss,
+            "generated": model.generate(ids[:1], max_new_tokens=16, do_sample=False),
+        }
+    for key, value in actual.items():
+        torch.testing.assert_close(value, expected[key], **tolerance)
