@@ -119,7 +119,7 @@ def test_code_in_docs(folder, page, numbers, expected, monkeypatch, capsys):
     ("page", "command"),
     [
         ("README.md", "lsgpt info gpt2-small --length 8192"),
-        ("README.md", 'lsgpt generate runs/demo "def "'),
+        ("README.md", 'lsgpt generate runs/demo "def"'),
         ("docs/publishing.md", "lsgpt publish runs/demo your-name/your-lsgpt --license apache-2.0 --dry-run"),
     ],
 )
