@@ -18,9 +18,10 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
-    attach,
     measure_max_logits,
 )
+
+from .attached import attach
 
 
 __version__ = "0.1.0"

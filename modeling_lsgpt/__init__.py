@@ -1,9 +1,8 @@
 """
-The model. Its files travel inside a checkpoint, but for `attach_lsgpt`, which is for other models: every file in this
-folder may import torch, Transformers and siblings only, and where it is used Triton.
+The model. Its files travel inside a checkpoint: every file in this folder may import torch, Transformers and siblings
+only, and where it is used Triton.
 """
 
-from .attach_lsgpt import attach
 from .attention_lsgpt import HeadGroup, LSGPTAttention
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
 from .engines_lsgpt import ENGINES, Engine, plan_attention
@@ -33,7 +32,6 @@ __all__ = [
     "LSGPTPreTrainedModel",
     "MaxLogits",
     "Visibility",
-    "attach",
     "attention_layers",
     "create_attention_masks",
     "describe_visibility",

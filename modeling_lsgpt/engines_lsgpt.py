@@ -7,7 +7,7 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
@@ -202,28 +201,10 @@ def attend_through_transformers(name: str, heads: Heads, mask: Any, **kwargs) ->
 
 
 class TransformersEngine(Engine):
-    """Whatever is registered with Transformers' `AttentionInterface`, with the mask function registered beside it."""
+    """Whatever is registered with Transformers' `AttentionInterface`; it gets a dense mask."""
 
     def __init__(self, name: str):
         self.name = name
-
-    def form(self, visibility):
-        build = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self.name)
-        if build is None:
-            return None  # it brings its own masking
-        v = visibility
-        return build(
-            batch_size=v.batch_size,
-            q_length=v.q_length,
-            kv_length=v.kv_length,
-            q_offset=v.q_offset,
-            kv_offset=v.kv_offset,
-            mask_function=v.sees,
-            attention_mask=v.padding_mask,
-            local_size=v.window,
-            allow_is_causal_skip=v.is_plain or v.padding_mask is not None,
-            device=v.device,
-        )
 
     def attend(self, heads, form, measure=False, **kwargs):
         return attend_through_transformers(self.name, heads, form, **kwargs)
@@ -283,12 +264,13 @@ class FlexEngine(Engine):
         counts = set(config.num_global_heads_per_layer)
         if len(counts) > 1 or len(visibility) == 1 or not visibility[LOCAL].is_square:
             return None
-        of_all = visibility[LOCAL].of_all_heads(*counts)
+        of_all = replace(visibility[LOCAL], num_global_heads=counts.pop())
         if of_all.mask is not None:
             return None
         if of_all.is_plain and not is_tracing():
-            sizes = of_all.q_length, config.sliding_window, *counts, config.num_attention_heads, of_all.device
-            return _plain_block_mask(*sizes)
+            return _plain_block_mask(
+                of_all.q_length, of_all.window, of_all.num_global_heads, config.num_attention_heads, of_all.device
+            )
         return _block_mask(of_all, config.num_attention_heads)
 
     def attend(self, heads, form, measure=False, **kwargs):
@@ -381,7 +363,7 @@ def choose_engine(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Eng
     if is_single or (name == "triton" and (v.mask is not None or v.has_empty_slots)):
         has_softcap = config.attn_logit_softcapping is not None
         name = "eager" if name == "eager" or has_softcap else "sdpa"
-    return ENGINES.get(name) or TransformersEngine(name)
+    return ENGINES.get(name) or (FlashEngine if "flash" in name else TransformersEngine)(name)
 
 
 @dataclass

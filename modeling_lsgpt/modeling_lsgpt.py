@@ -3,6 +3,7 @@
 Shapes: B batch, T new tokens, V `vocab_size`.
 """
 
+import sys
 from functools import cache
 
 import torch
@@ -103,7 +104,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LSGPTConfig):
         config.validate_architecture()  # again: its fields can be set
         super().__init__(config)
-        _register_decoder(type(config))
+        _register_decoder(type(config))  # type: ignore[arg-type]  # dataclasses are hashable
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -223,6 +224,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 something that the attention engine cannot do.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
+        self._check_parallelism()
         if kwargs.get("cache") is not None:
             raise ValueError(
                 "Transformers' continuous batching keeps as many key/value heads in every cache layer, and those of "
@@ -285,6 +287,18 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 f"`position_ids` must have shape ({batch_size}, {length}), like the inputs; "
                 f"got {tuple(position_ids.shape)}"
             )
+
+    def _check_parallelism(self):
+        state = sys.modules.get("accelerate.state")  # not imported here: a checkpoint's code must do without
+        if not self.training or is_tracing() or state is None or not state.is_initialized():
+            return
+        parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
+        for field in ("cp_size", "sp_size"):
+            if getattr(parallelism, field, 1) > 1:
+                raise ValueError(
+                    f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
+                    "splits every sequence over processes, and local heads would lose their window at each border"
+                )
 
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):

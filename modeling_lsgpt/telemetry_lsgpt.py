@@ -59,7 +59,8 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
             logits = q @ k.transpose(-1, -2) * scaling
         positions = v.query_positions[start:stop, None]
         if v.mask is not None and v.mask.dtype != torch.bool:
-            visible = _has_weight(logits, v.dense()[:, :, None, start:stop])
+            mask = v.dense()[:, :, None, start:stop]
+            visible = ((logits + mask).softmax(-1) > 0) & (mask > HIDDEN)
         else:
             visible = v.sees(batch, 0, positions, v.key_positions[begin:end])
             visible = visible.expand(batch_size, -1, -1)[:, None, None]
@@ -67,11 +68,6 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
             visible = visible & v.padding_mask[batch, positions][:, None, None]
         result = torch.maximum(result, logits.masked_fill(~visible, 0.0).abs().amax(dim=(0, 3, 4)))
     return result.flatten()
-
-
-def _has_weight(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whether the softmax of logits and additive mask is more than 0 in float32, also where a row is all hidden."""
-    return ((logits + mask).softmax(-1) > 0) & (mask > HIDDEN)
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:

@@ -140,7 +140,7 @@ def _attend(
     From query `(B, T, H, D)`, key and value `(B, S, H_kv, D)`, all contiguous: outputs `(B, T, H, D)`, log-sum-exps to
     base 2 `(B, H, T)`, and the largest logits `(H,)`, or none.
     """
-    output, lse, max_logits = _like_results(query, key, value, first, last, num_global_heads, window, scaling, measure)
+    output, lse, max_logits = _like_results(query, measure)
     call = _describe(query, key, first, last, num_global_heads, window, scaling)
     options = _options(_forward_kernel, query)
     num_blocks = triton.cdiv(query.shape[1], options["BLOCK_Q"])
@@ -153,8 +153,9 @@ def _attend(
 
 
 @_attend.register_fake
-def _like_results(query, key, value, first, last, num_global_heads, window, scaling, measure):
+def _like_results(query, *args):
     batch_size, q_length, num_heads, _ = query.shape
+    measure = args[-1]
     lse = query.new_empty(batch_size, num_heads, q_length, dtype=torch.float32)
     return torch.empty_like(query), lse, lse.new_empty(num_heads if measure else 0)
 
@@ -176,7 +177,7 @@ def _differentiate(
     """The gradients of query, key and value, from that of the outputs."""
     gradient = gradient.contiguous()
     delta = (output.float() * gradient.float()).sum(-1).transpose(1, 2).contiguous()
-    gradients = [torch.empty_like(x) for x in (query, key, value)]
+    gradients = _like_inputs(gradient, query, key, value)
     known = query, key, value, gradient, lse, delta
     call = _describe(query, key, first, last, num_global_heads, window, scaling)
     with torch.cuda.device_of(query):
@@ -186,7 +187,7 @@ def _differentiate(
         options = _options(_backward_queries_kernel, query)
         programs = triton.cdiv(query.shape[1], options["BLOCK_Q"]) * query.shape[0] * query.shape[2]
         _backward_queries_kernel[(programs,)](*known, gradients[0], **call, **options)
-    return tuple(gradients)
+    return gradients
 
 
 @_differentiate.register_fake
@@ -320,53 +321,27 @@ def _is_visible(positions, keys, reach, first_keys, last_queries, SPANS: tl.cons
 
 @triton.jit
 def _walk_over_keys(
-    first_position, first_keys, reach, is_global, kv_length,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SPANS: tl.constexpr,
+    first, start, sequence, is_global, q_length, kv_length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """
-    Where the walk of a block of queries over the keys begins and ends; between, from where on it needs a mask: a
-    global head's queries all see the blocks before the diagonal.
+    Of a block of queries: their positions, the first keys that they may see, and their reach; then where the walk
+    over the keys begins, from where on it needs a mask (a global head's queries all see the blocks before the
+    diagonal), and where it ends.
     """
+    first_position = kv_length - q_length + start
+    positions = first_position + tl.arange(0, BLOCK_Q)
+    first_keys = positions
+    reach = tl.where(is_global, kv_length, window)
     begin = tl.maximum(first_position - reach + 1, 0)
     end = tl.minimum(first_position + BLOCK_Q, kv_length)
-    if SPANS:
+    if first is not None:
+        first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
         begin = tl.maximum(begin, tl.min(first_keys))
     begin = begin // BLOCK_K * BLOCK_K
     masked = begin
-    if not SPANS:
+    if first is None:
         masked = tl.where(is_global, (first_position + 1) // BLOCK_K * BLOCK_K, begin)
-    return begin, masked, end
-
-
-@triton.jit
-def _attend_to_block(
-    q, positions, maximum, total, mean, top, key, value, last, start, sequence, kv_head, kv_length, reach, first_keys,
-    scaling, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, SPANS: tl.constexpr, MEASURE: tl.constexpr,
-):
-    """One step of the online softmax: running maximum and total of the weights, running sum of values."""
-    k = _load_rows(key, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
-    v = _load_rows(value, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
-    logits = _multiply(q, tl.trans(k)) * (scaling * LOG2_E)
-    sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over what is no number
-    if MASKED:
-        keys, last_queries = start + tl.arange(0, BLOCK_K), positions
-        if SPANS:
-            last_queries = _load_numbers(last, sequence, start, kv_length, -1, BLOCK_K)
-        visible = _is_visible(
-            positions[:, None], keys[None, :], reach, first_keys[:, None], last_queries[None, :], SPANS
-        )
-        logits = tl.where(visible, logits, float("-inf"))
-        sizes = tl.where(visible, sizes, 0.0)
-    if MEASURE:
-        top = tl.maximum(top, tl.max(sizes, 1))
-    new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of a query that has seen nothing yet
-    weights = tl.exp2(logits - shift[:, None])
-    decay = tl.exp2(maximum - shift)
-    total = total * decay + tl.sum(weights, 1)
-    mean = mean * decay[:, None] + _multiply(weights.to(v.dtype), v)
-    return new_maximum, total, mean, top
+    return positions, first_keys, reach, begin, masked, end
 
 
 @triton.jit
@@ -380,33 +355,42 @@ def _forward_kernel(
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     blocks = tl.cdiv(q_length, BLOCK_Q)
     block, head, sequence = _find_place(blocks, batch_size, HEADS, GLOBAL_HEADS, True)
+    kv_head = head // GROUPS
     start = block * BLOCK_Q
-    first_position = kv_length - q_length + start
-    positions = first_position + tl.arange(0, BLOCK_Q)
-    first_keys = positions
-    if SPANS:
-        first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
-    is_global = head < GLOBAL_HEADS
-    reach = tl.where(is_global, kv_length, window)
-    begin, masked, end = _walk_over_keys(
-        first_position, first_keys, reach, is_global, kv_length, BLOCK_Q, BLOCK_K, SPANS
+    positions, first_keys, reach, begin, masked, end = _walk_over_keys(
+        first, start, sequence, head < GLOBAL_HEADS, q_length, kv_length, window, BLOCK_Q, BLOCK_K
     )
 
     q = _load_rows(query, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
+    # The online softmax: running maximum and total of the weights, running sum of values.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mean = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     top = tl.zeros((BLOCK_Q,), tl.float32)
-    for k_start in range(begin, masked, BLOCK_K):
-        maximum, total, mean, top = _attend_to_block(
-            q, positions, maximum, total, mean, top, key, value, last, k_start, sequence, head // GROUPS, kv_length,
-            reach, first_keys, scaling, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_K, False, SPANS, MEASURE,
-        )
-    for k_start in range(masked, end, BLOCK_K):
-        maximum, total, mean, top = _attend_to_block(
-            q, positions, maximum, total, mean, top, key, value, last, k_start, sequence, head // GROUPS, kv_length,
-            reach, first_keys, scaling, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_K, True, SPANS, MEASURE,
-        )
+    for MASKED in tl.static_range(2):
+        for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
+            k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
+            v = _load_rows(value, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
+            logits = _multiply(q, tl.trans(k)) * (scaling * LOG2_E)
+            sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over what is no number
+            if MASKED:
+                keys, last_queries = k_start + tl.arange(0, BLOCK_K), positions
+                if SPANS:
+                    last_queries = _load_numbers(last, sequence, k_start, kv_length, -1, BLOCK_K)
+                visible = _is_visible(
+                    positions[:, None], keys[None, :], reach, first_keys[:, None], last_queries[None, :], SPANS
+                )
+                logits = tl.where(visible, logits, float("-inf"))
+                sizes = tl.where(visible, sizes, 0.0)
+            if MEASURE:
+                top = tl.maximum(top, tl.max(sizes, 1))
+            new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of a query that has seen nothing yet
+            weights = tl.exp2(logits - shift[:, None])
+            decay = tl.exp2(maximum - shift)
+            total = total * decay + tl.sum(weights, 1)
+            mean = mean * decay[:, None] + _multiply(weights.to(v.dtype), v)
+            maximum = new_maximum
 
     sees = total > 0
     total = tl.where(sees, total, 1.0)
@@ -417,37 +401,6 @@ def _forward_kernel(
     tl.store(lse + row * q_length + rows, tl.where(sees, maximum + tl.log2(total), 0.0), mask=rows < q_length)
     if MEASURE:
         tl.store(largest + row * blocks + block, tl.max(top) / LOG2_E)
-
-
-@triton.jit
-def _differentiate_keys(
-    k, v, keys, k_gradient, v_gradient, query, gradient, lse, delta, first, start, offset, sequence, head, q_length,
-    kv_length, reach, last_queries, scaling, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, SPANS: tl.constexpr,
-):
-    """
-    Adds what a block of queries contributes to the gradients of a block of keys and values. Rows beyond the last
-    query have zeros for query and gradient, so they contribute nothing.
-    """
-    q = _load_rows(query, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
-    g = _load_rows(gradient, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
-    row = sequence.to(tl.int64) * HEADS + head
-    lse_of_query = _load_numbers(lse, row, start, q_length, 0.0, BLOCK_Q)
-    delta_of_query = _load_numbers(delta, row, start, q_length, 0.0, BLOCK_Q)
-    weights = tl.exp2(_multiply(k, tl.trans(q)) * (scaling * LOG2_E) - lse_of_query[None, :])
-    if MASKED:
-        positions = offset + start + tl.arange(0, BLOCK_Q)
-        first_keys = positions
-        if SPANS:
-            first_keys = _load_numbers(first, sequence, offset + start, kv_length, kv_length, BLOCK_Q)
-        visible = _is_visible(
-            positions[None, :], keys[:, None], reach, first_keys[None, :], last_queries[:, None], SPANS
-        )
-        weights = tl.where(visible, weights, 0.0)
-    v_gradient += _multiply(weights.to(g.dtype), g)
-    logits_gradient = weights * (_multiply(v, tl.trans(g)) - delta_of_query[None, :])
-    k_gradient += _multiply(logits_gradient.to(q.dtype), q)
-    return k_gradient, v_gradient
 
 
 @triton.jit
@@ -482,43 +435,30 @@ def _backward_keys_kernel(
     k_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     v_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     for head in range(kv_head * GROUPS, (kv_head + 1) * GROUPS):
-        for q_start in range(begin, tl.minimum(free, end), BLOCK_Q):
-            k_gradient, v_gradient = _differentiate_keys(
-                k, v, keys, k_gradient, v_gradient, query, gradient, lse, delta, first, q_start, offset, sequence,
-                head, q_length, kv_length, reach, last_queries, scaling, HEADS, HEAD_DIM, BLOCK_D, BLOCK_Q, True,
-                SPANS,
-            )
-        for q_start in range(free, end, BLOCK_Q):
-            k_gradient, v_gradient = _differentiate_keys(
-                k, v, keys, k_gradient, v_gradient, query, gradient, lse, delta, first, q_start, offset, sequence,
-                head, q_length, kv_length, reach, last_queries, scaling, HEADS, HEAD_DIM, BLOCK_D, BLOCK_Q, False,
-                SPANS,
-            )
+        row = sequence.to(tl.int64) * HEADS + head
+        for FREE in tl.static_range(2):
+            for q_start in range(free if FREE else begin, end if FREE else tl.minimum(free, end), BLOCK_Q):
+                # Rows beyond the last query have zeros for query and gradient, so they contribute nothing.
+                q = _load_rows(query, sequence, head, q_start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
+                g = _load_rows(gradient, sequence, head, q_start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
+                lse_of_query = _load_numbers(lse, row, q_start, q_length, 0.0, BLOCK_Q)
+                delta_of_query = _load_numbers(delta, row, q_start, q_length, 0.0, BLOCK_Q)
+                weights = tl.exp2(_multiply(k, tl.trans(q)) * (scaling * LOG2_E) - lse_of_query[None, :])
+                if not FREE:
+                    positions = offset + q_start + tl.arange(0, BLOCK_Q)
+                    first_keys = positions
+                    if SPANS:
+                        first_keys = _load_numbers(first, sequence, offset + q_start, kv_length, kv_length, BLOCK_Q)
+                    visible = _is_visible(
+                        positions[None, :], keys[:, None], reach, first_keys[None, :], last_queries[:, None], SPANS
+                    )
+                    weights = tl.where(visible, weights, 0.0)
+                v_gradient += _multiply(weights.to(g.dtype), g)
+                logits_gradient = weights * (_multiply(v, tl.trans(g)) - delta_of_query[None, :])
+                k_gradient += _multiply(logits_gradient.to(q.dtype), q)
     k_gradient *= scaling
     _store_rows(key_gradient, k_gradient, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
     _store_rows(value_gradient, v_gradient, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
-
-
-@triton.jit
-def _differentiate_queries(
-    q, g, positions, q_gradient, lse_of_query, delta_of_query, key, value, last, start, sequence, kv_head, kv_length,
-    reach, first_keys, scaling, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr, MASKED: tl.constexpr, SPANS: tl.constexpr,
-):
-    """Adds what a block of keys contributes to the gradient of a block of queries."""
-    k = _load_rows(key, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
-    v = _load_rows(value, sequence, kv_head, start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
-    weights = tl.exp2(_multiply(q, tl.trans(k)) * (scaling * LOG2_E) - lse_of_query[:, None])
-    if MASKED:
-        keys, last_queries = start + tl.arange(0, BLOCK_K), positions
-        if SPANS:
-            last_queries = _load_numbers(last, sequence, start, kv_length, -1, BLOCK_K)
-        visible = _is_visible(
-            positions[:, None], keys[None, :], reach, first_keys[:, None], last_queries[None, :], SPANS
-        )
-        weights = tl.where(visible, weights, 0.0)
-    logits_gradient = weights * (_multiply(g, tl.trans(v)) - delta_of_query[:, None])
-    return q_gradient + _multiply(logits_gradient.to(k.dtype), k)
 
 
 @triton.jit
@@ -531,16 +471,10 @@ def _backward_queries_kernel(
     SPANS: tl.constexpr = first is not None
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     block, head, sequence = _find_place(tl.cdiv(q_length, BLOCK_Q), batch_size, HEADS, GLOBAL_HEADS, True)
+    kv_head = head // GROUPS
     start = block * BLOCK_Q
-    first_position = kv_length - q_length + start
-    positions = first_position + tl.arange(0, BLOCK_Q)
-    first_keys = positions
-    if SPANS:
-        first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
-    is_global = head < GLOBAL_HEADS
-    reach = tl.where(is_global, kv_length, window)
-    begin, masked, end = _walk_over_keys(
-        first_position, first_keys, reach, is_global, kv_length, BLOCK_Q, BLOCK_K, SPANS
+    positions, first_keys, reach, begin, masked, end = _walk_over_keys(
+        first, start, sequence, head < GLOBAL_HEADS, q_length, kv_length, window, BLOCK_Q, BLOCK_K
     )
 
     q = _load_rows(query, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
@@ -549,15 +483,20 @@ def _backward_queries_kernel(
     lse_of_query = _load_numbers(lse, row, start, q_length, 0.0, BLOCK_Q)
     delta_of_query = _load_numbers(delta, row, start, q_length, 0.0, BLOCK_Q)
     q_gradient = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    for k_start in range(begin, masked, BLOCK_K):
-        q_gradient = _differentiate_queries(
-            q, g, positions, q_gradient, lse_of_query, delta_of_query, key, value, last, k_start, sequence,
-            head // GROUPS, kv_length, reach, first_keys, scaling, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_K, False, SPANS,
-        )
-    for k_start in range(masked, end, BLOCK_K):
-        q_gradient = _differentiate_queries(
-            q, g, positions, q_gradient, lse_of_query, delta_of_query, key, value, last, k_start, sequence,
-            head // GROUPS, kv_length, reach, first_keys, scaling, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_K, True, SPANS,
-        )
+    for MASKED in tl.static_range(2):
+        for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
+            k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
+            v = _load_rows(value, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
+            weights = tl.exp2(_multiply(q, tl.trans(k)) * (scaling * LOG2_E) - lse_of_query[:, None])
+            if MASKED:
+                keys, last_queries = k_start + tl.arange(0, BLOCK_K), positions
+                if SPANS:
+                    last_queries = _load_numbers(last, sequence, k_start, kv_length, -1, BLOCK_K)
+                visible = _is_visible(
+                    positions[:, None], keys[None, :], reach, first_keys[:, None], last_queries[None, :], SPANS
+                )
+                weights = tl.where(visible, weights, 0.0)
+            logits_gradient = weights * (_multiply(g, tl.trans(v)) - delta_of_query[:, None])
+            q_gradient += _multiply(logits_gradient.to(k.dtype), k)
     q_gradient *= scaling
     _store_rows(query_gradient, q_gradient, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)

@@ -6,7 +6,7 @@ attention engine, the measurement of logits, calibration) asks `Visibility.sees`
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache
@@ -113,13 +113,8 @@ class Visibility:
 
     def to(self, device: torch.device | str, **kwargs) -> "Visibility":
         """The same on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: x.to(device, **kwargs) if isinstance(x, torch.Tensor) else x for k, x in moved.items()}
-        return Visibility(**{**moved, "device": device})
-
-    def of_all_heads(self, num_global_heads: int) -> "Visibility":
-        """That of all heads of a layer whose local heads this is about; nothing may be cached."""
-        return replace(self, num_global_heads=num_global_heads)
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, device=device, **{name: x.to(device, **kwargs) for name, x in tensors.items()})
 
 
 def describe_visibility(
@@ -164,9 +159,9 @@ def describe_visibility(
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
 
     is_static = getattr(past_key_values, "is_compileable", False)
-    result = {}
-    for kind in dict.fromkeys(config.layer_types):
-        layer_idx = config.layer_types.index(kind)
+    result, layer_types = {}, config.layer_types
+    for kind in dict.fromkeys(layer_types):
+        layer_idx = layer_types.index(kind)
         q_offset, kv_length, kv_offset = 0, q_length, 0
         if past_key_values is not None:
             q_offset = past_key_values.get_query_offset(layer_idx)

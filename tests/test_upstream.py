@@ -212,14 +212,6 @@ def test_get_mask_sizes_of_a_sliding_layer_announce_what_update_returns():
         assert offset == length - announced
 
 
-def test_mask_functions_of_attention_implementations_are_in_global_mapping():
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask  # noqa: PLC0415
-
-    builders = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    assert builders["sdpa"] is sdpa_mask
-    assert {"eager", "flex_attention", "flash_attention_2", "flash_attention_3"} <= set(builders)
-
-
 def test_sdpa_mask_takes_offsets_padding_and_a_mask_function():
     from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: PLC0415
 

@@ -59,7 +59,9 @@ def test_an_engine_is_one_class_and_one_row():
         assert isinstance(engine, Engine)
         assert type(engine).attend is not Engine.attend
     page = (DOCS / "engines-and-caches.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) | {"flash_attention_3", "flash_attention_4"} == set(ENGINES)
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) | {"flash_attention_3", "flash_attention_4"} == set(
+        ENGINES
+    )
 
 
 def test_the_smallest_engine_of_the_documentation(tiny_model, monkeypatch):
@@ -147,7 +149,10 @@ def test_masks_that_cannot_be_are_named(tiny_model, engine):
     model, ids = tiny_model(engine=engine), torch.randint(97, (2, 9))
     square = torch.ones(2, 1, 9, 9).tril()
     for mask, message in (
-        (square.bool().expand(-1, 6, -1, -1), r"must be the same for all heads, of shape \(2, 1, 9, keys\); got \(2, 6"),
+        (
+            square.bool().expand(-1, 6, -1, -1),
+            r"must be the same for all heads, of shape \(2, 1, 9, keys\); got \(2, 6",
+        ),
         (square.bool().expand(-1, 2, -1, -1), r"must be the same for all heads"),
         (square.long(), r"must be boolean, True where a token may attend, or floating point.*got torch.int64"),
         ({GLOBAL: square.long(), LOCAL: None}, r"must be boolean"),

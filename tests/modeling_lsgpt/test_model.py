@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from reference import reference_logits
 from transformers import (
     AutoModel,
@@ -373,7 +375,7 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     with pytest.raises(ValueError, match="no backward pass on the CPU"):
         flex(input_ids)
     dropout = tiny_model(engine="flex_attention", head_dim=16, attention_dropout=0.1).train().requires_grad_(False)
-    with pytest.raises(ValueError, match="FlexAttention cannot do `attention_dropout`, which is 0.1 here"):
+    with pytest.raises(ValueError, match="FlexAttention cannot do `attention_dropout`"):
         dropout(input_ids)
     config = tiny_config(attn_logit_softcapping=20.0)
     with pytest.raises(ValueError, match="cannot soft-cap logits"):
@@ -391,3 +393,17 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
 def test_nothing_to_return_is_refused(tiny_model):
     with pytest.raises(ValueError, match="`skip_logits` must be False without `labels`"):
         tiny_model()(batch(), skip_logits=True)
+
+
+@pytest.mark.parametrize("field", ["cp_size", "sp_size"])
+def test_a_sequence_that_is_split_over_processes_is_refused(tiny_model, field):
+    """In any training script: the state of Accelerate is where it is known."""
+    model, ids = tiny_model(), torch.randint(97, (1, 9))
+    AcceleratorState._reset_state(True)
+    try:
+        AcceleratorState(cpu=True, _from_accelerator=True).parallelism_config = ParallelismConfig(**{field: 2})
+        with pytest.raises(ValueError, match=f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got 2"):
+            model.train()(ids)
+        model.eval()(ids)
+    finally:
+        AcceleratorState._reset_state(True)

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 import lsgpt
-from lsgpt.modeling_lsgpt.attach_lsgpt import long_short_attention_forward
+from lsgpt.attached import long_short_attention_forward
 
 
 GQA = {

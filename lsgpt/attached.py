@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cpu_lsgpt import blocked_attention_forward, blocked_mask
-from .visibility_lsgpt import Visibility
+from lsgpt.modeling_lsgpt.cpu_lsgpt import blocked_attention_forward, blocked_mask
+from lsgpt.modeling_lsgpt.visibility_lsgpt import Visibility
 
 
 LONG_SHORT = "long_short"
