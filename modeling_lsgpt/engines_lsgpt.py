@@ -92,8 +92,8 @@ class Engine:
 
     def form(self, visibility: Visibility) -> Any:
         """
-        Who sees whom in the form that `attend` takes. Called once in a forward pass for each kind of head. Raises
-        `ValueError`, with the remedy, for what the engine has no form for.
+        Who sees whom as `attend` takes it; called once in a forward pass for each kind of head. Raises `ValueError`,
+        with the remedy, for what the engine has no form for.
         """
         return visibility.dense()
 
@@ -106,13 +106,8 @@ class Engine:
 
     def attend(self, heads: Heads, form: Any, measure: bool = False, **kwargs) -> Attended:
         """
-        Attention of one kind of head, or of all if their `form` is `form_of_all_heads`.
-
-        Args:
-            heads: Queries, keys and values.
-            form: Who sees whom.
-            measure: Whether somebody wants `max_logits`; engines that do not have them leave them out.
-            **kwargs: What the caller of the model passed on.
+        Attention of one kind of head, or of all if their `form` is that of all heads. With `measure` somebody wants
+        `max_logits` of engines that have them; `kwargs` are what the caller of the model passed on.
         """
         raise NotImplementedError
 
@@ -267,24 +262,23 @@ class FlexEngine(Engine):
         of_all = replace(visibility[LOCAL], num_global_heads=counts.pop())
         if of_all.mask is not None:
             return None
+        num_heads = config.num_attention_heads
         if of_all.is_plain and not is_tracing():
-            return _plain_block_mask(
-                of_all.q_length, of_all.window, of_all.num_global_heads, config.num_attention_heads, of_all.device
-            )
-        return _block_mask(of_all, config.num_attention_heads)
+            return _plain_block_mask(of_all.q_length, of_all.window, of_all.num_global_heads, num_heads, of_all.device)
+        return _block_mask(of_all, num_heads)
 
     def attend(self, heads, form, measure=False, **kwargs):
         group, (_, query, key, value) = heads.group, heads
-        if query.device.type != "cpu":
+        if query.device.type != "cpu" or is_tracing(query):
             return attend_through_transformers("flex_attention", heads, form, **kwargs)
 
-        def soften(logit, *indices):
-            return group.softcap * torch.tanh(logit / group.softcap)
+        def cap(logit, *indices):
+            return logit if group.softcap is None else group.softcap * torch.tanh(logit / group.softcap)
 
         # Not compiled: for CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16.
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is not compiled
-            softcap = None if group.softcap is None else soften
-            output = flex_attention(query, key, value, softcap, form, group.scaling, enable_gqa=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
+            output = flex_attention(query, key, value, cap, form, group.scaling, enable_gqa=True)
         return Attended(output.transpose(1, 2))
 
 
@@ -379,23 +373,13 @@ class AttentionPlan:
     """Whether the form is that of all heads, which one call serves."""
 
     def calls(self, heads: Heads, by_kind: list[Heads]) -> list[Heads]:
-        """
-        What the engine is called with: all `heads` of a layer at once where it can, else those of each kind. Where it
-        can, nothing was cached before, so the keys to attend to are the new tokens' own.
-        """
+        """All heads of a layer at once where the engine can (nothing was cached then), else those of each kind."""
         return [heads] if self.is_joint else by_kind
 
     def attend(self, calls: list[Heads], measure: bool = False, **kwargs) -> Attended:
         """
-        Has the engine attend for each of the `calls`, and joins what it returns on the axis of heads.
-
-        Args:
-            calls: What the method of this name returns.
-            measure: Whether somebody wants `max_logits`.
-            **kwargs: What the caller of the model passed on; with `output_attentions` the weights are returned.
-
-        Raises:
-            ValueError: The engine cannot do it.
+        Has the engine attend for each of the `calls`, and joins what it returns on the axis of heads; the weights,
+        too, where `output_attentions` asks for them. Raises `ValueError` where the engine cannot do it.
         """
         config = calls[0].group.config
         for heads in calls:
@@ -425,12 +409,7 @@ class AttentionPlan:
 
 
 def plan_attention(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionPlan:
-    """
-    Chooses the engine of a forward pass, and has it make the forms that it needs.
-
-    Raises:
-        ValueError: The engine cannot do what the inputs ask for.
-    """
+    """Chooses the engine, and has it make the forms that it needs. Raises `ValueError` for what it cannot do."""
     engine = choose_engine(config, visibility)
     joint = engine.form_of_all_heads(config, visibility)
     if joint is not None:

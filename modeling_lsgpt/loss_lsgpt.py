@@ -142,14 +142,10 @@ def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:
     """Whether calling `lm_head` does nothing but multiply by its weight, and all of that is at hand."""
     if type(lm_head) not in (nn.Linear, Linear):  # an adapter, a quantised layer
         return False
-    hooks = (
-        lm_head._forward_pre_hooks,  # as those of FSDP2 and DeepSpeed, which bring the weight
-        lm_head._forward_hooks,
-        lm_head._backward_pre_hooks,
-        lm_head._backward_hooks,
-    )
+    # As those of FSDP2 and DeepSpeed, which bring the weight.
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
-        not any(hooks)
+        not any(getattr(lm_head, name) for name in hooks)
         and "forward" not in vars(lm_head)  # Accelerate's hooks, which bring the weight from the CPU or a disk
         and lm_head.bias is None
         and type(lm_head.weight) in (torch.Tensor, nn.Parameter)  # not quantised, not sharded

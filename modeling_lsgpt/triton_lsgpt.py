@@ -338,9 +338,7 @@ def _walk_over_keys(
         first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
         begin = tl.maximum(begin, tl.min(first_keys))
     begin = begin // BLOCK_K * BLOCK_K
-    masked = begin
-    if first is None:
-        masked = tl.where(is_global, (first_position + 1) // BLOCK_K * BLOCK_K, begin)
+    masked = tl.where(is_global, (first_position + 1) // BLOCK_K * BLOCK_K, begin) if first is None else begin
     return positions, first_keys, reach, begin, masked, end
 
 
@@ -367,12 +365,12 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mean = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     top = tl.zeros((BLOCK_Q,), tl.float32)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(2):  # first the blocks that need no mask
         for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
             k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
             v = _load_rows(value, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
             logits = _multiply(q, tl.trans(k)) * (scaling * LOG2_E)
-            sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over what is no number
+            sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over a NaN
             if MASKED:
                 keys, last_queries = k_start + tl.arange(0, BLOCK_K), positions
                 if SPANS:
@@ -425,8 +423,7 @@ def _backward_keys_kernel(
         last_queries = _load_numbers(last, sequence, start, kv_length, -1, BLOCK_K)
         end = tl.minimum(end, tl.max(last_queries) + 1 - offset)
     begin = tl.maximum(start - offset, 0) // BLOCK_Q * BLOCK_Q
-    # From here on all queries of a global head see the whole block.
-    free = end
+    free = end  # from where on all queries of a global head see the whole block
     if not SPANS:
         free = tl.where(is_global, tl.cdiv(tl.maximum(start + BLOCK_K - 1 - offset, 0), BLOCK_Q) * BLOCK_Q, end)
 
@@ -436,7 +433,7 @@ def _backward_keys_kernel(
     v_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     for head in range(kv_head * GROUPS, (kv_head + 1) * GROUPS):
         row = sequence.to(tl.int64) * HEADS + head
-        for FREE in tl.static_range(2):
+        for FREE in tl.static_range(2):  # first the blocks that need a mask
             for q_start in range(free if FREE else begin, end if FREE else tl.minimum(free, end), BLOCK_Q):
                 # Rows beyond the last query have zeros for query and gradient, so they contribute nothing.
                 q = _load_rows(query, sequence, head, q_start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
@@ -483,7 +480,7 @@ def _backward_queries_kernel(
     lse_of_query = _load_numbers(lse, row, start, q_length, 0.0, BLOCK_Q)
     delta_of_query = _load_numbers(delta, row, start, q_length, 0.0, BLOCK_Q)
     q_gradient = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(2):  # first the blocks that need no mask
         for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
             k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
             v = _load_rows(value, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)

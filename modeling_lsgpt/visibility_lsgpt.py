@@ -264,30 +264,29 @@ def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
 
 
-def _check_mask(attention_mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
-    got = tuple(attention_mask.shape)
-    if attention_mask.ndim not in (2, 4):
+def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
+    got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
+    if mask.ndim not in (2, 4):
         raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
-    if attention_mask.ndim == 4 and not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
-        raise ValueError(
-            "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
-            f"the logits; got {attention_mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
-        )
-    if attention_mask.ndim == 4 and got[1] != 1:
-        raise ValueError(
-            f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
-            f"got {got}. `num_global_heads` and `sliding_window` say what the heads of each kind see"
-        )
-    if not isinstance(past_length, int):
-        return
-    total = past_length + q_length
-    if attention_mask.ndim == 2 and got != (batch_size, total):
+    if mask.ndim == 2 and total is not None and got != (batch_size, total):
         raise ValueError(
             f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} "
             f"cached and {q_length} new tokens; got {got}"
         )
-    if attention_mask.ndim == 4 and (got[0] not in (1, batch_size) or got[2] != q_length or got[3] < total):
+    if mask.ndim == 2:
+        return
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(
-            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total}): batch, head, new tokens, "
-            f"cached and new tokens; got {got}"
+            "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
+            f"the logits; got {mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
+        )
+    if got[1] != 1:
+        raise ValueError(
+            f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
+            f"got {got}. `num_global_heads` and `sliding_window` say what the heads of each kind see"
+        )
+    if got[0] not in (1, batch_size) or got[2] != q_length or got[3] < (total or 0):
+        raise ValueError(
+            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, head, "
+            f"new tokens, cached and new tokens; got {got}"
         )

@@ -68,7 +68,7 @@ CONFIGS = {
     ),
 }
 HEADS, WINDOW = 8, 8
-DOC = Path(__file__).parents[2] / "docs" / "attach.md"
+DOC = Path(__file__).parents[1] / "docs" / "attach.md"
 
 
 @pytest.fixture(params=CONFIGS)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from reference import reference_logits
 from transformers import (
@@ -401,7 +401,7 @@ def test_a_sequence_that_is_split_over_processes_is_refused(tiny_model, field):
     model, ids = tiny_model(), torch.randint(97, (1, 9))
     AcceleratorState._reset_state(True)
     try:
-        AcceleratorState(cpu=True, _from_accelerator=True).parallelism_config = ParallelismConfig(**{field: 2})
+        Accelerator(cpu=True).state.parallelism_config = ParallelismConfig(**{field: 2})
         with pytest.raises(ValueError, match=f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got 2"):
             model.train()(ids)
         model.eval()(ids)
