@@ -5,11 +5,12 @@ Shapes: L layers, H heads, D `head_dim`, n tokens in a block.
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from tqdm.auto import tqdm
 
-from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM, attention_layers
+from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM, Visibility, attention_layers
 from lsgpt.modeling_lsgpt.engines_lsgpt import eager_attention_weights
 
 
@@ -93,11 +94,14 @@ def measure_locality(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
         def add(layer, args, kwargs):
             # What the layer is about to compute, on whatever engine.
             heads = layer.project(*args, kwargs["position_embeddings"])
-            position = torch.arange(heads.key.shape[2], device=heads.key.device)
-            for rows in position[window:].split(QUERIES_AT_ONCE):
-                is_past, is_hidden = position <= rows[:, None], position <= rows[:, None] - window
-                weights = eager_attention_weights(heads._replace(query=heads.query[:, :, rows]), is_past[None, None])
-                total.add_(weights.masked_fill(is_hidden, 0.0).double().sum((0, 2, 3)).cpu())
+            length, device = heads.key.shape[2], heads.key.device
+            all_heads = Visibility(length, length, device=device)
+            for rows in all_heads.query_positions[window:].split(QUERIES_AT_ONCE):
+                pairs = (0, 0, rows[:, None], all_heads.key_positions)
+                in_window = replace(all_heads, window=window).sees(*pairs)
+                queries = heads._replace(query=heads.query[:, :, rows])
+                weights = eager_attention_weights(queries, all_heads.sees(*pairs)[None, None])
+                total.add_(weights.masked_fill(~in_window, 0.0).double().sum((0, 2, 3)).cpu())
 
         return add
 

@@ -331,11 +331,12 @@ def _walk_over_keys(
     first_position = kv_length - q_length + start
     positions = first_position + tl.arange(0, BLOCK_Q)
     first_keys = positions
+    if first is not None:
+        first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
     reach = tl.where(is_global, kv_length, window)
     begin = tl.maximum(first_position - reach + 1, 0)
     end = tl.minimum(first_position + BLOCK_Q, kv_length)
     if first is not None:
-        first_keys = _load_numbers(first, sequence, first_position, kv_length, kv_length, BLOCK_Q)
         begin = tl.maximum(begin, tl.min(first_keys))
     begin = begin // BLOCK_K * BLOCK_K
     masked = tl.where(is_global, (first_position + 1) // BLOCK_K * BLOCK_K, begin) if first is None else begin
