@@ -75,3 +75,9 @@ def four_threads():
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Names that are on no disk fail at once: where there is no network, the Hub is asked again for half a minute."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -99,7 +99,7 @@ def test_config_overrides_change_the_model(tmp_path):
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
     ],
 )
-def test_mistakes_are_explained(tmp_path, recipe, overrides, message):
+def test_mistakes_are_explained(tmp_path, recipe, overrides, message, offline):
     with pytest.raises(ValueError, match=message):
         parse_arguments(write_recipe(tmp_path, recipe), overrides)
 

@@ -121,7 +121,7 @@ def test_padding_is_not_the_end_of_text(tokenizer):
     assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
 
 
-def test_tokenizer_from_a_folder(tokenizer, tmp_path):
+def test_tokenizer_from_a_folder(tokenizer, tmp_path, offline):
     tokenizer.save_pretrained(tmp_path / "folder")
     loaded = load_tokenizer(str(tmp_path / "folder"), vocab_size=500)
     assert loaded("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]

@@ -318,7 +318,7 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
     ],
 )
-def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeypatch, fields, message):
+def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeypatch, fields, message, offline):
     monkeypatch.chdir(tmp_path)
     arguments = parse_arguments(recipe(**fields))
     (tmp_path / "text.txt").write_text(LONG_TEXT[:3000], encoding="utf-8")
