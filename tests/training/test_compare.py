@@ -133,7 +133,7 @@ def test_mistakes_are_found_before_the_first_run(tmp_path, arguments, message):
 
 
 def test_a_run_that_fails_is_shown(tmp_path):
-    write_inputs(tmp_path, optim="adamw_apex_fused")  # of a package that is not there
+    write_inputs(tmp_path, optim="adamw_8bit")  # of a package that is not there
     with pytest.raises(ChildProcessError, match=r"ls with seed 42 ended with status \d.* its output is in .*42.log"):
         compare("tiny.yaml", ["ls"], num_seeds=1)
 
