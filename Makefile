@@ -19,10 +19,8 @@ demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code
 test: $(VENV)/installed  ## Run all tests but those of serving
 	$(RUN) pytest -n 2 --dist worksteal
 
-# Without what depends on PyTorch and Triton alone, whose versions are the same as in `make test`.
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
-	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common \
-		tests/test_upstream.py --deselect tests/modeling_lsgpt/test_triton.py --deselect tests/modeling_lsgpt/test_cpu.py
+	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
 	$(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
