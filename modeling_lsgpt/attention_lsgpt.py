@@ -5,12 +5,13 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_lsgpt import LOCAL, LSGPTConfig
 from .cpu_lsgpt import Linear
-from .engines_lsgpt import Attended, AttentionPlan, Heads
+from .engines_lsgpt import NO_SINK, Attended, AttentionPlan, Heads
 from .telemetry_lsgpt import max_logits
 
 
@@ -51,10 +52,10 @@ class LSGPTAttention(nn.Module):
         self.config = config
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, q_size, bias=config.use_bias)
-        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.use_bias)
-        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.use_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.use_bias)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.has_bias("qkv_proj"))
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.has_bias("o_proj"))
         self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
@@ -63,6 +64,9 @@ class LSGPTAttention(nn.Module):
             HeadGroup(config, kind, num_heads, first_cache_layer + i)
             for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
         )
+        num_local_heads = config.head_groups[layer_idx].get(LOCAL, 0)
+        # A logit for each local head, which no token has.
+        self.sinks = nn.Parameter(torch.zeros(num_local_heads)) if config.attention_sinks and num_local_heads else None
         # Whether to attend in float32 under autocast and in half-precision models; a switch for comparisons.
         self.in_float32 = False
         # Running maximum of each head's |logit|, `(H,)` in float32, while somebody measures; see `telemetry_lsgpt`.
@@ -106,7 +110,10 @@ class LSGPTAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        return Heads(tuple(self.head_groups), query, key, value)
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = F.pad(sinks, (query.shape[1] - len(sinks), 0), value=NO_SINK)
+        return Heads(tuple(self.head_groups), query, key, value, sinks)
 
     def attend(self, calls: list[Heads], plan: AttentionPlan, **kwargs) -> Attended:
         """`AttentionPlan.attend`, in float32 where that is switched on."""

@@ -25,6 +25,11 @@ LOCAL = "sliding_attention"
 
 POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
 
+NORM_TYPES = ("layer_norm", "rms_norm")
+
+PARTS_WITH_BIAS = ("qkv_proj", "o_proj", "mlp", "norm")
+"""What `use_bias` can name: the three projections of the input, that of the attention's output, MLPs, layer norms."""
+
 # Where the Auto classes find the code inside a checkpoint, whichever of the four models was saved.
 AUTO_MAP = {
     "AutoConfig": "configuration_lsgpt.LSGPTConfig",
@@ -62,6 +67,7 @@ _TRANSFORMERS_KWARGS = {
 class LSGPTConfig(PreTrainedConfig):
     r"""
     Configuration of an LSGPT model. The defaults are GPT-2 small's shape with 1 global head of 12 and a window of 100.
+    With `norm_type="rms_norm"`, `gated_mlp=True` and `position_embedding_type="rope"` the blocks are Llama's.
 
     In every layer the first `num_global_heads` heads attend to the whole past; the others are *local*: a query at
     position `q` sees the keys `k` with `q - sliding_window < k <= q`, that is `sliding_window` keys, its own included.
@@ -80,20 +86,27 @@ class LSGPTConfig(PreTrainedConfig):
             A multiple of the group size `num_attention_heads // num_key_value_heads`: no key/value head serves both
             kinds.
         sliding_window (`int`): Number of keys that a query of a local head sees, its own included; at least 2.
+        attention_sinks (`bool`): Whether each local head has a learned *sink*, a logit in the denominator of its
+            softmax that belongs to no token and has no value, so that the head can attend to nothing. It is always
+            there, as in gpt-oss (arXiv:2508.10925), also for queries whose window reaches the first token.
         intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`): Activation of the MLP, a name that Transformers knows.
+        gated_mlp (`bool`): Whether the MLP is gated, `down(act(gate(x)) * up(x))`, as in Llama (SwiGLU with `"silu"`),
+            in place of `down(act(up(x)))`.
         max_position_embeddings (`int`): Longest sequence. A hard limit for `learned` positions only.
         position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings (sinusoids as
             they are, with amplitude 1), `"rope"` rotates queries and keys, `"none"` leaves the order to the causal
             mask.
         rope_parameters (`dict`, *optional*): Transformers' parameters of rotary embeddings; only with `"rope"`.
-        use_bias (`bool`): Whether linear layers and layer norms have biases.
+        norm_type (`str`): Norms of the residual stream, `"layer_norm"` or `"rms_norm"`.
+        use_bias (`bool` or `list[str]`): Whether linear layers and layer norms have biases; or the parts that have
+            them, of `"qkv_proj"` (queries, keys and values), `"o_proj"`, `"mlp"` and `"norm"`.
         qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).
         attn_logit_softcapping (`float`, *optional*): If set to `c`, the logits `z` become `c * tanh(z / c)`.
         attention_dropout (`float`): Dropout of the attention weights.
         resid_dropout (`float`): Dropout of each branch before it is added to the residual stream.
         embd_dropout (`float`): Dropout of the embeddings.
-        layer_norm_eps (`float`): Epsilon of the layer norms.
+        layer_norm_eps (`float`): Epsilon of the norms, of either type.
         initializer_range (`float`): Standard deviation of the initial weights. Projections into the residual stream
             get `initializer_range / sqrt(2 * num_hidden_layers)`, as in GPT-2.
         use_cache (`bool`): Whether the model returns its key/value cache.
@@ -122,12 +135,15 @@ class LSGPTConfig(PreTrainedConfig):
     head_dim: int | None = None
     num_global_heads: int | list[int] = 1
     sliding_window: int = 100
+    attention_sinks: bool = False
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
+    gated_mlp: bool = False
     max_position_embeddings: int = 1024
     position_embedding_type: str = "learned"
     rope_parameters: dict | None = None
-    use_bias: bool = False
+    norm_type: str = "layer_norm"
+    use_bias: bool | list[str] = False
     qk_norm: bool = False
     attn_logit_softcapping: float | int | None = None
     attention_dropout: float | int = 0.0
@@ -211,6 +227,18 @@ class LSGPTConfig(PreTrainedConfig):
         )
         require(self.sliding_window >= 2, "sliding_window", "at least 2 (the number of keys a local query sees)")
         require(self.hidden_act in ACT2FN, "hidden_act", f"one of {', '.join(sorted(ACT2FN))}")
+        require(self.norm_type in NORM_TYPES, "norm_type", f"one of {', '.join(NORM_TYPES)}")
+        parts = self.use_bias if isinstance(self.use_bias, list) else []
+        require(
+            set(parts) <= set(PARTS_WITH_BIAS),
+            "use_bias",
+            f"True, False, or a list of the parts that have biases, of {', '.join(PARTS_WITH_BIAS)}",
+        )
+        require(
+            self.norm_type == "layer_norm" or "norm" not in parts,
+            "use_bias",
+            'without "norm", because an RMSNorm (`norm_type="rms_norm"`) has no bias',
+        )
         require(
             self.position_embedding_type in POSITION_EMBEDDING_TYPES,
             "position_embedding_type",
@@ -295,6 +323,12 @@ class LSGPTConfig(PreTrainedConfig):
                 views.append(view)
         return views
 
+    def has_bias(self, part: str) -> bool:
+        """Whether a part of the model has biases: `"qkv_proj"`, `"o_proj"`, `"mlp"` or `"norm"`."""
+        if part == "norm" and self.norm_type == "rms_norm":
+            return False
+        return part in self.use_bias if isinstance(self.use_bias, list) else self.use_bias
+
     def equal_mhsa(self) -> "LSGPTConfig":
         """The same model with all heads global: plain multi-head self-attention."""
         mhsa = copy.deepcopy(self)
@@ -306,22 +340,24 @@ class LSGPTConfig(PreTrainedConfig):
         Number of trainable parameters.
 
         Each layer has the query and output projections, `2 * d * H * D`, the key and value projections,
-        `2 * d * H_kv * D`, an MLP of `2 * d * f` and two layer norms of `d`; outside the layers stand the final norm,
-        the token embeddings `V * d`, as many for an untied head, and `P * d` learned positions. With `use_bias` every
-        projection has as many biases as outputs, every layer norm has `d` (the head has none); `qk_norm` adds `2 * D`
-        a layer. The split into global and local heads changes nothing.
+        `2 * d * H_kv * D`, an MLP of `2 * d * f`, or `3 * d * f` if it is gated, and two norms of `d`; outside the
+        layers stand the final norm, the token embeddings `V * d`, as many for an untied head, and `P * d` learned
+        positions. A projection with biases has as many as outputs, a layer norm `d` (the head has none); `qk_norm`
+        adds `2 * D` a layer, sinks 1 for each local head. Else the split into kinds of heads changes nothing.
         """
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_hidden_layers
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        biases = {"qkv_proj": q + 2 * kv, "o_proj": d, "mlp": f + d + (f if self.gated_mlp else 0), "norm": 2 * d}
         per_layer = self._matrix_parameters_per_layer() + 2 * d
-        if self.use_bias:
-            per_layer += (q + 2 * kv + d) + (f + d) + 2 * d
+        per_layer += sum(size for part, size in biases.items() if self.has_bias(part))
         if self.qk_norm:
             per_layer += 2 * self.head_dim
         outside = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        outside += d * (2 if self.use_bias else 1)
+        outside += d * (2 if self.has_bias("norm") else 1)
         if self.position_embedding_type == "learned":
             outside += self.max_position_embeddings * d
+        if self.attention_sinks:
+            outside += sum(groups.get(LOCAL, 0) for groups in self.head_groups)
         return layers * per_layer + outside
 
     def flops_per_token(self, length: int) -> float:
@@ -357,7 +393,7 @@ class LSGPTConfig(PreTrainedConfig):
 
     def _matrix_parameters_per_layer(self) -> int:
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim * self.hidden_size
-        return projections + 2 * self.hidden_size * self.intermediate_size
+        return projections + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
 
 __all__ = ["LSGPTConfig"]

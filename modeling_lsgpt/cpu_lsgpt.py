@@ -1,6 +1,6 @@
 """What makes the model fast on a CPU. Everything here computes what a plain function of PyTorch does, in other pieces:
-local heads in blocks (on other devices too), the backward pass of a few global heads on all cores, the product of a
-matrix with a single row on all cores. Nobody needs it to understand the model.
+local heads in blocks and with sinks (on other devices too), the backward pass of a few global heads on all cores, the
+product of a matrix with a single row on all cores. Nobody needs it to understand the model.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
 a block, P parts.
@@ -53,6 +53,7 @@ def blocked_attention_forward(
     blocked_mask: torch.Tensor,
     scaling: float,
     dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
@@ -67,6 +68,7 @@ def blocked_attention_forward(
         blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): What the function of this name returns.
         scaling: Factor of the dot products.
         dropout: Probability of dropping an attention weight.
+        sinks (`(H,)`, *optional*): Logits in the denominators of the softmax.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -87,7 +89,11 @@ def blocked_attention_forward(
         _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
     )
     mask = blocked_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    if sinks is None:
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    else:
+        sinks = sinks.view(num_kv_heads, groups).repeat_interleave(block_length, dim=1)
+        output = _attend_with_sinks(query, keys, values, mask, sinks, scaling, dropout)
     output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
     return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
 
@@ -121,6 +127,91 @@ class _CutKeys(torch.autograd.Function):
             blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
             blocks[:, :, : end - begin] += gradient[:, :, begin:end]
         return result[:, missing : missing + length].transpose(1, 2), None, None, None, None
+
+
+def sink_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    `scaled_dot_product_attention` with a sink in every head's softmax, which PyTorch's function does not know.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The heads.
+        mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or added to the logits; `None` where every
+            query sees every key.
+        sinks (`(H,)`): Logits in the denominators of the softmax.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    num_kv_heads, q_length = key.shape[1], query.shape[2]
+    groups = query.shape[1] // num_kv_heads
+    # As in blocks, the query heads that share a key/value head stand below each other.
+    query = query.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)
+    sinks = sinks.view(num_kv_heads, groups).repeat_interleave(q_length, dim=1)
+    if mask is not None and q_length > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    output = _attend_with_sinks(query, key, value, mask, sinks, scaling, dropout)
+    return output.unflatten(2, (groups, q_length)).flatten(1, 2).transpose(1, 2)
+
+
+def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
+    """`sink_attention_forward` for as many heads of queries as of keys, `sinks` `(H, T)`: outputs `(B, H, T, D)`."""
+    is_on_cpu = query.device.type == "cpu" and not is_tracing(query) and not torch.is_autocast_enabled("cpu")
+    if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
+        return _SinkAttention.apply(query, key, value, mask, sinks, scaling)
+    # The sink as one more key: in a dimension that only this key has, the queries have the sink's logit. Its value is
+    # 0. A kernel's heads are multiples of 8 wide.
+    head_dim = query.shape[-1]
+    width = 8 - head_dim % 8
+    sinks = (sinks / scaling).to(query.dtype)[None, :, :, None].expand(query.shape[0], -1, -1, 1)
+    query = torch.cat([query, F.pad(sinks, (0, width - 1))], dim=-1)
+    sink = torch.zeros_like(key[:, :, :1])
+    key = torch.cat([F.pad(key, (0, width)), F.pad(F.pad(sink, (0, 1), value=1.0), (0, width - 1))], dim=2)
+    value = F.pad(value, (0, width, 0, 1))
+    if mask is not None:
+        mask = F.pad(mask, (0, 1), value=mask.dtype == torch.bool)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output[..., :head_dim]
+
+
+class _SinkAttention(torch.autograd.Function):
+    """
+    Attention with sinks from the operators that `scaled_dot_product_attention` itself calls on the CPU.
+
+    They return the log-sum-exp of a row's logits, which says what share of its weight the sink leaves to the row; and
+    given the log-sum-exp with the sink, the backward pass computes with the weights that there are.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, sinks, scaling: float):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = attend(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
+        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+        output = output * (lse - lse_with_sinks).exp()[..., None].to(output.dtype)
+        ctx.save_for_backward(query, key, value, output, lse_with_sinks, sinks, mask)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        query, key, value, output, lse, sinks, mask = ctx.saved_tensors
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
+        weights = (sinks - lse).exp()
+        sinks_gradient = -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
+        return *gradients, None, sinks_gradient, None
 
 
 def num_causal_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

@@ -6,23 +6,36 @@ whom, and attends. `docs/attention.md` shows how to add one.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
+import inspect
 import warnings
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import Cache
+from transformers.integrations.flex_attention import compile_friendly_flex_attention
 from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from .cpu_lsgpt import blocked_attention_forward, blocked_mask, causal_attention_forward, num_causal_parts
+from .cpu_lsgpt import (
+    blocked_attention_forward,
+    blocked_mask,
+    causal_attention_forward,
+    num_causal_parts,
+    sink_attention_forward,
+)
 from .visibility_lsgpt import Visibility
+
+
+NO_SINK = -1e4
+"""The sink of a head that has none, where all heads of a layer are served together: its weight is exactly 0."""
 
 
 class Heads(NamedTuple):
@@ -35,6 +48,8 @@ class Heads(NamedTuple):
     key: torch.Tensor
     """`(B, H_kv, S, D)`, as `value`: the cached ones and those of the new tokens."""
     value: torch.Tensor
+    sinks: torch.Tensor | None = None
+    """`(H,)`: a logit of each head that stands in the softmax's denominator, and has no value; or no head has one."""
 
     @property
     def group(self) -> nn.Module:
@@ -48,10 +63,13 @@ class Heads(NamedTuple):
 
     def split(self) -> list["Heads"]:
         """One for each kind of head."""
+        num_heads = [group.num_heads for group in self.groups]
         kv_heads = [group.num_key_value_heads for group in self.groups]
-        queries = self.query.split([group.num_heads for group in self.groups], dim=1)
-        parts = zip(self.groups, queries, self.key.split(kv_heads, dim=1), self.value.split(kv_heads, dim=1))
-        return [Heads((group,), query, key, value) for group, query, key, value in parts]
+        queries, keys, values = (x.split(n, 1) for x, n in zip(self[1:4], (num_heads, kv_heads, kv_heads)))
+        result = [Heads((group,), *tensors) for group, *tensors in zip(self.groups, queries, keys, values)]
+        if self.sinks is not None:  # then the last are local
+            result[-1] = result[-1]._replace(sinks=self.sinks[-num_heads[-1] :])
+        return result
 
     def update_cache(self, past_key_values: Cache | None) -> "Heads":
         """Adds keys and values to the cache layer of their kind, and takes those to attend to from there."""
@@ -70,7 +88,7 @@ class Heads(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Heads":
         """The same in another precision."""
-        return Heads(self.groups, *(x.to(dtype) for x in (self.query, self.key, self.value)))
+        return Heads(self.groups, *(x if x is None else x.to(dtype) for x in self[1:]))
 
 
 class Attended(NamedTuple):
@@ -117,7 +135,8 @@ def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
     The weights `(B, H, T, S)` that each query gives to each key, in the queries' precision after a softmax in float32.
 
     `mask` `(B or 1, 1, T, S)` is boolean, True where a query may attend; or it is added to the logits. With a boolean
-    one the weights of other pairs are exactly 0, also where a query may see nothing at all.
+    one the weights of other pairs are exactly 0, also where a query may see nothing at all. What a sink takes is
+    missing from the sum of a query's weights.
     """
     group, key = heads.group, repeat_kv(heads.key, heads.group.num_key_value_groups)
     logits = torch.matmul(heads.query, key.transpose(2, 3)) * group.scaling
@@ -125,7 +144,9 @@ def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
         logits = group.softcap * torch.tanh(logits / group.softcap)
     is_boolean = mask.dtype == torch.bool
     logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if is_boolean else logits + mask
-    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if heads.sinks is not None:
+        logits = torch.cat([logits, heads.sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    weights = F.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., : key.shape[2]]
     if is_boolean:
         weights = weights.masked_fill(~mask, 0.0)
     return F.dropout(weights.to(heads.query.dtype), p=group.dropout, training=group.training)
@@ -170,14 +191,17 @@ class SdpaEngine(Engine):
         if not is_torchdynamo_exporting():
             is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
             has_all = v.padding_mask is None and v.documents is None and v.mask is None
-            if has_all and (v.sees_everything or (is_first and v.q_length <= window)):
+            is_causal = is_first and v.q_length <= window and not v.has_sinks
+            if has_all and (v.sees_everything or is_causal):
                 return None
         return v.dense()
 
     def attend(self, heads, form, measure=False, **kwargs):
-        group, (_, query, key, value) = heads.group, heads
+        group, (_, query, key, value, sinks) = heads.group, heads
         if form is not None and form.ndim == 5:
-            return Attended(blocked_attention_forward(query, key, value, form, group.scaling, group.dropout))
+            return Attended(blocked_attention_forward(query, key, value, form, group.scaling, group.dropout, sinks))
+        if sinks is not None:
+            return Attended(sink_attention_forward(query, key, value, form, sinks, group.scaling, group.dropout))
         if form is None and not group.dropout:
             num_parts = num_causal_parts(query, key, value)
             if num_parts > 1:
@@ -187,9 +211,11 @@ class SdpaEngine(Engine):
 
 def attend_through_transformers(name: str, heads: Heads, mask: Any, **kwargs) -> Attended:
     """An attention function of Transformers, with the arguments that all of them take."""
-    group, (_, query, key, value) = heads.group, heads
+    group, (_, query, key, value, sinks) = heads.group, heads
     if group.softcap is not None:
         kwargs["softcap"] = group.softcap
+    if sinks is not None:
+        kwargs["s_aux"] = sinks  # so Transformers calls them
     attend = ALL_ATTENTION_FUNCTIONS[name]
     options = {"dropout": group.dropout, "scaling": group.scaling, "sliding_window": group.sliding_window}
     return Attended(attend(group, query, key, value, mask, **options, **kwargs)[0])
@@ -216,6 +242,12 @@ class FlashEngine(TransformersEngine):
                 f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
                 'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
             )
+        # Transformers would leave the sinks out, and say nothing.
+        if heads.sinks is not None and not _flash_takes_sinks(self.name):
+            raise ValueError(
+                f"`attention_sinks` need a FlashAttention whose functions take `s_aux` or `learnable_sink`; that of "
+                f'"{self.name}" does not. Use attn_implementation="flash_attention_4", "triton" or "sdpa"'
+            )
 
     def form(self, visibility):
         """Padding `(B, S)`, or `None` where there is none."""
@@ -228,6 +260,12 @@ class FlashEngine(TransformersEngine):
                 'a batch of 1 at once, or use attn_implementation="sdpa"'
             )
         return None if v.padding_mask is None else v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
+
+
+@cache
+def _flash_takes_sinks(name: str) -> bool:
+    _, varlen_function, *_ = lazy_import_flash_attention(name)[0]
+    return not {"s_aux", "learnable_sink"}.isdisjoint(inspect.signature(varlen_function).parameters)
 
 
 class FlexEngine(Engine):
@@ -268,18 +306,30 @@ class FlexEngine(Engine):
         return _block_mask(of_all, num_heads)
 
     def attend(self, heads, form, measure=False, **kwargs):
-        group, (_, query, key, value) = heads.group, heads
-        if query.device.type != "cpu" or is_tracing(query):
+        group, (_, query, key, value, sinks) = heads.group, heads
+        is_compiled = query.device.type != "cpu" or is_tracing(query)
+        if is_compiled and sinks is None:
             return attend_through_transformers("flex_attention", heads, form, **kwargs)
 
         def cap(logit, *indices):
             return logit if group.softcap is None else group.softcap * torch.tanh(logit / group.softcap)
 
-        # Not compiled: for CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
-            output = flex_attention(query, key, value, cap, form, group.scaling, enable_gqa=True)
+        # Not Transformers' own: in half precision it rounds the log-sum-exp, which says what a sink leaves.
+        attend = partial(compile_friendly_flex_attention, training=group.training) if is_compiled else _flex_uncompiled
+        if is_compiled:
+            key, value = (repeat_kv(x, group.num_key_value_groups) for x in (key, value))
+        options = {"score_mod": cap, "block_mask": form, "scale": group.scaling, "enable_gqa": True}
+        output, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
+        if sinks is not None:
+            output = output * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(output.dtype)
         return Attended(output.transpose(1, 2))
+
+
+def _flex_uncompiled(*args, **kwargs):
+    # For CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
+        return flex_attention(*args, **kwargs)
 
 
 def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMask:
@@ -328,9 +378,9 @@ class TritonEngine(Engine):
 
         group, dtype = heads.group, heads.value.dtype  # under autocast, queries may be more precise than values
         window = heads.groups[-1].sliding_window or 0
-        _, query, key, value = heads.to(dtype)
+        _, query, key, value, _ = heads.to(dtype)
         output, max_logits = fused_attention_forward(
-            query, key, value, form, heads.num_global_heads, window, group.scaling, measure
+            query, key, value, form, heads.num_global_heads, window, group.scaling, heads.sinks, measure
         )
         return Attended(output, max_logits=max_logits)
 

@@ -1,4 +1,4 @@
-"""LSGPT: a GPT (pre-norm decoder, GELU MLP) with Long Short-attention, arXiv:2505.15548.
+"""LSGPT: a pre-norm decoder, with GPT-2's blocks or Llama's, and Long Short-attention, arXiv:2505.15548.
 
 Shapes: B batch, T new tokens, V `vocab_size`.
 """
@@ -50,22 +50,30 @@ class LSGPTSinusoidalPositions(nn.Module):
 
 
 class LSGPTMLP(nn.Module):
-    """The position-wise feed-forward network: up, activation, down."""
+    """The position-wise feed-forward network: up, activation (of a gate, if there is one), down."""
 
     def __init__(self, config: LSGPTConfig):
         super().__init__()
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        bias = config.has_bias("mlp")
+        self.gate_proj = None
+        if config.gated_mlp:
+            self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-def layer_norm(config: LSGPTConfig) -> nn.LayerNorm:
-    """A layer norm over the residual stream."""
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+def make_norm(config: LSGPTConfig) -> nn.Module:
+    """A norm over the residual stream."""
+    if config.norm_type == "rms_norm":
+        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
@@ -73,9 +81,9 @@ class LSGPTDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: LSGPTConfig, layer_idx: int):
         super().__init__()
-        self.input_layernorm = layer_norm(config)
+        self.input_layernorm = make_norm(config)
         self.self_attn = LSGPTAttention(config, layer_idx)
-        self.post_attention_layernorm = layer_norm(config)
+        self.post_attention_layernorm = make_norm(config)
         self.mlp = LSGPTMLP(config)
         self.dropout = nn.Dropout(config.resid_dropout)
 
@@ -117,6 +125,8 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        if isinstance(module, LSGPTAttention) and module.sinks is not None:
+            init.zeros_(module.sinks)
         # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections carry a mark,
         # because Transformers does not call this for modules of outside code that hold no parameters themselves.
         if getattr(module, "writes_to_residual_stream", False):
@@ -191,7 +201,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
             self.rotary_emb = LlamaRotaryEmbedding(config)
         self.dropout = nn.Dropout(config.embd_dropout)
         self.layers = nn.ModuleList(LSGPTDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = layer_norm(config)
+        self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 

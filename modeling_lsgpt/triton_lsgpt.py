@@ -70,6 +70,7 @@ def fused_attention_forward(
     num_global_heads: int,
     window: int,
     scaling: float,
+    sinks: torch.Tensor | None = None,
     measure: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
@@ -82,6 +83,7 @@ def fused_attention_forward(
         num_global_heads: Number of query heads that see all keys up to their own position.
         window: W, the number of keys that a query of the other heads sees, its own included.
         scaling: Factor of the dot products.
+        sinks (`(H,)`, *optional*): Logits in the denominators of the softmax.
         measure: Whether to return the largest logits.
 
     Returns:
@@ -94,7 +96,7 @@ def fused_attention_forward(
     _check(query)
     # As the projections leave them in memory, so usually without a copy.
     tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-    output, _, max_logits = _attend(*tensors, *spans, num_global_heads, window, scaling, measure)
+    output, _, max_logits = _attend(*tensors, *spans, sinks, num_global_heads, window, scaling, measure)
     return output, max_logits if measure else None
 
 
@@ -131,6 +133,7 @@ def _attend(
     value: torch.Tensor,
     first: torch.Tensor | None,
     last: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     num_global_heads: int,
     window: int,
     scaling: float,
@@ -147,7 +150,7 @@ def _attend(
     largest = lse.new_empty(*lse.shape[:2], num_blocks if measure else 0)
     with torch.cuda.device_of(query):
         _forward_kernel[(num_blocks * lse.shape[0] * lse.shape[1],)](
-            query, key, value, output, lse, largest, **call, **options, MEASURE=measure
+            query, key, value, output, lse, largest, sinks, **call, **options, MEASURE=measure
         )
     return output, lse, largest.amax((0, 2)) if measure else max_logits
 
@@ -170,20 +173,24 @@ def _differentiate(
     lse: torch.Tensor,
     first: torch.Tensor | None,
     last: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     num_global_heads: int,
     window: int,
     scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, from that of the outputs."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key, value and sinks (of none, `(0,)`), from that of the outputs."""
     gradient = gradient.contiguous()
     delta = (output.float() * gradient.float()).sum(-1).transpose(1, 2).contiguous()
-    gradients = _like_inputs(gradient, query, key, value)
+    gradients = _like_inputs(gradient, query, key, value, output, lse, first, last, sinks)
+    if sinks is not None:
+        weights = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
+        gradients[3].copy_(-(weights * delta).sum((0, 2)))
     known = query, key, value, gradient, lse, delta
     call = _describe(query, key, first, last, num_global_heads, window, scaling)
     with torch.cuda.device_of(query):
         options = _options(_backward_keys_kernel, query)
         programs = triton.cdiv(key.shape[1], options["BLOCK_K"]) * key.shape[0] * key.shape[2]
-        _backward_keys_kernel[(programs,)](*known, *gradients[1:], **call, **options)
+        _backward_keys_kernel[(programs,)](*known, *gradients[1:3], **call, **options)
         options = _options(_backward_queries_kernel, query)
         programs = triton.cdiv(query.shape[1], options["BLOCK_Q"]) * query.shape[0] * query.shape[2]
         _backward_queries_kernel[(programs,)](*known, gradients[0], **call, **options)
@@ -191,18 +198,20 @@ def _differentiate(
 
 
 @_differentiate.register_fake
-def _like_inputs(gradient, query, key, value, *args):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _like_inputs(gradient, query, key, value, output, lse, first, last, sinks, *args):
+    of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks
 
 
 def _keep_for_backward(ctx, inputs, output):
-    query, key, value, first, last, *numbers, _ = inputs
-    ctx.save_for_backward(query, key, value, *output[:2], first, last)
+    query, key, value, first, last, sinks, *numbers, _ = inputs
+    ctx.save_for_backward(query, key, value, *output[:2], first, last, sinks)
     ctx.numbers = numbers
 
 
 def _backward(ctx, gradient, *_):
-    return *_differentiate(gradient, *ctx.saved_tensors, *ctx.numbers), *(None,) * 6
+    *gradients, of_sinks = _differentiate(gradient, *ctx.saved_tensors, *ctx.numbers)
+    return *gradients, None, None, of_sinks if len(of_sinks) else None, *(None,) * 4
 
 
 _attend.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -239,7 +248,8 @@ def _describe(query, key, first, last, num_global_heads, window, scaling) -> dic
     }
 
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # exponentials are powers of 2
+_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(_LOG2_E)  # exponentials are powers of 2
 
 # The kernels' arguments stand in lines by what they are about: the formatter would take a line for each.
 # fmt: off
@@ -345,7 +355,7 @@ def _walk_over_keys(
 
 @triton.jit
 def _forward_kernel(
-    query, key, value, output, lse, largest, first, last, batch_size, q_length, kv_length, window, scaling,
+    query, key, value, output, lse, largest, sinks, first, last, batch_size, q_length, kv_length, window, scaling,
     HEADS: tl.constexpr, GLOBAL_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MEASURE: tl.constexpr,
 ):
@@ -362,10 +372,13 @@ def _forward_kernel(
 
     q = _load_rows(query, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
     # The online softmax: running maximum and total of the weights, running sum of values.
-    maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    maximum = tl.full((BLOCK_Q,), float("-inf") if sinks is None else 0.0, tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mean = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     top = tl.zeros((BLOCK_Q,), tl.float32)
+    if sinks is not None:  # the first thing that every query has seen
+        maximum += tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
     for MASKED in tl.static_range(2):  # first the blocks that need no mask
         for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
             k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)

@@ -47,6 +47,8 @@ class Visibility:
     """`(B, P + T)`, numbers of the documents that are packed into a row; `None` where a row is one document."""
     mask: torch.Tensor | None = None
     """`(B or 1, 1, T, S)`, a mask of the user's: boolean, True where a query may attend, or added to the logits."""
+    has_sinks: bool = False
+    """Whether every query sees one thing more, a sink, which is no key and has no place among the pairs."""
     has_empty_slots: bool = False
     """Whether there may be keys after the last query, which a static cache has room for."""
     batch_size: int = 1
@@ -180,6 +182,7 @@ def describe_visibility(
             padding_mask=_lengthen(padding_mask, end, False),
             documents=_lengthen(documents, end, -1),
             mask=None if mask is None else mask.expand(batch_size, -1, -1, -1),
+            has_sinks=kind == LOCAL and config.attention_sinks,
             has_empty_slots=is_static,
             batch_size=batch_size,
             device=device,

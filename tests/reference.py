@@ -27,17 +27,21 @@ def visible_pairs(num_heads, num_global_heads, window, q_length, kv_length, padd
     return visible
 
 
-def dense_attention(query, key, value, visible, softcap=None):
+def dense_attention(query, key, value, visible, softcap=None, sinks=None):
     """
     Attention of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, S, D)`: outputs `(B, T, H, D)` and weights
-    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0.
+    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0. With `sinks` `(H,)`, the exponential of
+    a head's sink is added to the softmax's denominators.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1) * visible
+    logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    if sinks is not None:
+        logits = torch.cat([sinks[:, None, None].expand(*logits.shape[:3], 1), logits], dim=-1)
+    weights = logits.softmax(-1)[..., -visible.shape[-1] :] * visible
     return (weights @ value).transpose(1, 2), weights
 
 
@@ -77,6 +81,8 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def norm(name, x):
+        if config.norm_type == "rms_norm":
+            return rms_norm(name, x)
         return F.layer_norm(
             x, x.shape[-1:], weights[f"{name}.weight"], weights.get(f"{name}.bias"), config.layer_norm_eps
         )
@@ -117,10 +123,15 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         visible = visible_pairs(
             heads, num_global_heads, config.sliding_window, length, length, padding_mask, documents
         )
-        attended, _ = dense_attention(q, k, v, visible, config.attn_logit_softcapping)
+        sinks = weights.get(f"{layer}.self_attn.sinks")
+        if sinks is not None:
+            sinks = torch.cat([torch.full((num_global_heads,), -torch.inf, dtype=torch.float64), sinks])
+        attended, _ = dense_attention(q, k, v, visible, config.attn_logit_softcapping, sinks)
         x = x + linear(f"{layer}.self_attn.o_proj", attended.flatten(2))
         y = norm(f"{layer}.post_attention_layernorm", x)
-        x = x + linear(f"{layer}.mlp.down_proj", activation(linear(f"{layer}.mlp.up_proj", y)))
+        up = linear(f"{layer}.mlp.up_proj", y)
+        up = activation(linear(f"{layer}.mlp.gate_proj", y)) * up if config.gated_mlp else activation(up)
+        x = x + linear(f"{layer}.mlp.down_proj", up)
     x = norm("model.norm", x)
     return F.linear(x, weights["lm_head.weight"])
 

@@ -22,7 +22,7 @@ IN_FLOAT32 = ("lse", "largest", "delta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_kernel(name: str, capability: int, head_dim: int, has_spans: bool, measure: bool):
+def compile_kernel(name: str, capability: int, head_dim: int, has_spans: bool, measure: bool, has_sinks: bool):
     """A kernel in bfloat16 for 12 heads, 1 of them global, of a GPU's compute capability."""
     kernel = getattr(triton_lsgpt, name)
     query = torch.empty(1, 128, 12, head_dim, device="meta", dtype=torch.bfloat16)
@@ -31,6 +31,8 @@ def compile_kernel(name: str, capability: int, head_dim: int, has_spans: bool, m
     constants = {name: value for name, value in constants.items() if name.isupper()}
     if not has_spans:
         constants |= {"first": None, "last": None}
+    if not has_sinks:
+        constants["sinks"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
     def type_of(argument):
@@ -58,7 +60,7 @@ def spilled_bytes(binary: bytes) -> int:
 
 
 if __name__ == "__main__":
-    plain, all_options = (False, False), (True, True)
+    plain, all_options = (False, False, False), (True, True, True)
     for capability, head_dim, options in ((90, 64, plain), (90, 64, all_options), (86, 128, plain)):
         for name in KERNELS:
             compiled = compile_kernel(name, capability, head_dim, *options)

@@ -3,6 +3,7 @@
 The flash_attention engines need a GPU and the flash-attn package: only their refusals are tested here.
 """
 
+import inspect
 import itertools
 
 import pytest
@@ -20,6 +21,9 @@ from lsgpt.modeling_lsgpt import (
     plan_attention,
 )
 
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run in its interpreter
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
 
 WINDOW = 10
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 63, 111)
@@ -55,9 +59,9 @@ def plan_for(config, embeds, *args, **kwargs):
     return plan_attention(config, describe_visibility(config, embeds, *args, **kwargs))
 
 
-def attend(attention, qkv, plan, **kwargs):
+def attend(attention, qkv, plan, sinks=None, **kwargs):
     """What a layer does between its projections, without a cache."""
-    heads = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv)
+    heads = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv, sinks)
     return attention.attend(plan.calls(heads, heads.split()), plan, **kwargs)
 
 
@@ -120,13 +124,20 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
     softcap = config.attn_logit_softcapping
 
     plain_dtype = torch.float32 if dtype == torch.float64 else dtype
+    if config.attention_sinks:
+        qkv.append(torch.randn(heads[0], dtype=torch.float64).to(dtype).requires_grad_(gradients))
+        is_global = torch.arange(heads[0]) < heads[1]
+
     exact_qkv = [x.detach().double().requires_grad_() for x in qkv]
     plain_qkv = [x.detach().to(plain_dtype, copy=True).requires_grad_() for x in qkv]
 
+    def sinks_of(tensors, nothing):
+        return tensors[3].masked_fill(is_global, nothing) if config.attention_sinks else None
+
     outputs = [
-        attend(attention, qkv, plan).output,
-        dense_attention(*exact_qkv, visible, softcap)[0],
-        dense_attention(*plain_qkv, visible, softcap)[0],
+        attend(attention, qkv[:3], plan, sinks_of(qkv, engines_lsgpt.NO_SINK)).output,
+        dense_attention(*exact_qkv[:3], visible, softcap, sinks_of(exact_qkv, -torch.inf))[0],
+        dense_attention(*plain_qkv[:3], visible, softcap, sinks_of(plain_qkv, -torch.inf))[0],
     ]
     # What a padding token computes is nobody's business, as long as it is finite.
     assert torch.isfinite(outputs[0]).all()
@@ -137,7 +148,9 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
         for output in outputs:
             output.backward(upstream.to(output.dtype))
         inputs = (qkv, exact_qkv, plain_qkv)
-        assert_as_exact_as(*([x.grad for x in tensors] for tensors in inputs), head_dim, "gradients")
+        assert_as_exact_as(*([x.grad for x in tensors[:3]] for tensors in inputs), head_dim, "gradients")
+        if config.attention_sinks:
+            assert_as_exact_as(*([x.grad for x in tensors[3:]] for tensors in inputs), head_dim, "sinks' gradients")
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -182,16 +195,91 @@ def test_flex_attention_is_one_call_for_both_kinds(monkeypatch):
         assert is_kept == (count == 3)
 
 
+SINKS = {"attention_sinks": True}
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_sinks_equal_dense_reference(engine, name):
+    for heads, length in itertools.product(("H6-G1", "H12-G4-KV6", "H4-local-KV1"), LENGTHS):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            if length > 1 or name == "plain":
+                check(HEADS[heads], engine, dtype, length, name, **SINKS)
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
+def test_sinks_of_flex_attention_equal_dense_reference(name):
+    for heads, counts in (("H12-G4-KV6", None), ("H12-G4-KV6", [4, 6]), ("H4-local", None)):
+        check(HEADS[heads], "flex_attention", torch.float32, 63, name, 2, False, 16, num_global_heads=counts, **SINKS)
+
+
+@pytest.mark.parametrize("engine", ["eager", "flex_attention"])
+def test_sinks_are_not_soft_capped(engine):
+    gradients = engine == "eager"
+    check(HEADS["H6-G1"], engine, torch.float32, 40, "plain", 2, gradients, 16, attn_logit_softcapping=0.5, **SINKS)
+
+
+@pytest.mark.parametrize("length", [1, WINDOW, 63])
+def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, monkeypatch):
+    """As on other devices than the CPU: the sink is a key of its own."""
+    monkeypatch.setattr(cpu_lsgpt._SinkAttention, "apply", None)
+    monkeypatch.setattr(cpu_lsgpt, "is_tracing", lambda *args: True)
+    for name in ("plain", "left", "packed") if length > 1 else ("plain",):
+        for head_dim in (20, 16):
+            check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **SINKS)
+
+
+def test_dropout_beside_sinks():
+    heads, length = (4, 0, 4), 200
+    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5, **SINKS)
+    plan = plan_for(config, torch.empty(1, length, 0))
+    q, k, _ = random_qkv(1, heads, length, 20, torch.float32)
+    qkv, sinks = (q, k, torch.ones(1, 4, length, 20)), torch.full((4,), 2.0)
+    trained, evaluated = (attend(attention.train(mode), qkv, plan, sinks).output for mode in (True, False))
+    assert trained.std() > 2 * evaluated.std()
+    torch.testing.assert_close(trained.mean((0, 1, 3)), evaluated.mean((0, 1, 3)), atol=0.05, rtol=0)
+    assert (evaluated < 1).all()  # the sink takes the rest
+
+
+@pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
+def test_sinks_of_triton_equal_dense_reference(name):
+    with torch.device(DEVICE):
+        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 79, name, batch_size=2, **SINKS)
+        check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **SINKS)
+
+
+@pytest.mark.parametrize("parameter", ["s_aux", "learnable_sink", None])
+def test_flash_attention_without_sinks_is_refused(parameter, monkeypatch):
+    """FlashAttention is not here: only what its functions are asked about their arguments."""
+
+    def varlen_function(query, key, value):
+        pass
+
+    signature = inspect.signature(varlen_function)
+    if parameter:
+        new = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY)
+        varlen_function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), new])
+    functions = (None, varlen_function, None, None, None)
+    monkeypatch.setattr(engines_lsgpt, "lazy_import_flash_attention", lambda name: (functions, None))
+    engines_lsgpt._flash_takes_sinks.cache_clear()
+    attention, config = build((4, 2, 4), "flash_attention_3", torch.bfloat16, **SINKS)
+    qkv = random_qkv(1, (4, 2, 4), 12, 20, torch.bfloat16)
+    _, local = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv, torch.zeros(4)).split()
+    engine = engines_lsgpt.ENGINES["flash_attention_3"]
+    if parameter:
+        engine.refuse(config, local)
+    else:
+        with pytest.raises(ValueError, match="`attention_sinks` need a FlashAttention whose functions take `s_aux`"):
+            engine.refuse(config, local)
+    engines_lsgpt._flash_takes_sinks.cache_clear()
+
+
 @pytest.mark.parametrize("head_dim", [8, 16])
 @pytest.mark.parametrize("length", [8, 24, 40, 72])
 def test_flex_attention_of_small_heads_on_every_cpu(length, head_dim):
     """What PyTorch compiles for these shapes is wrong on CPUs with AVX2 and without AVX-512."""
     with torch._inductor.config.patch("cpp.simdlen", 256):
         check(HEADS["H6-G1"], "flex_attention", torch.float32, length, gradients=False, head_dim=head_dim)
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run in its interpreter
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
 
 
 @pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])

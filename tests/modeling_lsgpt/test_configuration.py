@@ -59,6 +59,9 @@ BAD_VALUES = {
         {"attn_logit_softcapping": math.nan},
         "finite, or None for no soft-capping; got nan",
     ),
+    "unknown norm": ({"norm_type": "batch_norm"}, "`norm_type` must be one of layer_norm, rms_norm; got 'batch_norm'"),
+    "bias of an unknown part": ({"use_bias": ["q_proj"]}, "biases, of qkv_proj, o_proj, mlp, norm; got ['q_proj']"),
+    "bias of an RMSNorm": ({"norm_type": "rms_norm", "use_bias": ["norm"]}, '`use_bias` must be without "norm"'),
     "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a positive integer"),
     "no vocabulary": ({"vocab_size": 0}, "`vocab_size` must be a positive integer"),
     "epsilon of zero": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive"),
@@ -120,6 +123,7 @@ def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
         {},
         {"num_global_heads": [0, 12, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1]},
         {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": ["qkv_proj"], "attention_sinks": True},
         {"attn_logit_softcapping": 30.0, "qk_norm": True, "use_bias": True, "head_dim": 40, "num_key_value_heads": 12},
     ],
 )
@@ -134,9 +138,9 @@ def test_round_trip_through_json(tmp_path, caplog, values):
     assert "layer_types" not in written and written["auto_map"]["AutoModelForCausalLM"]
 
 
-def test_at_most_26_fields():
+def test_at_most_30_fields():
     own = set(LSGPTConfig.__dataclass_fields__) - set(LSGPTConfig.__mro__[1].__dataclass_fields__)
-    assert len(own) <= 26, sorted(own)
+    assert len(own) <= 30, sorted(own)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +150,9 @@ def test_at_most_26_fields():
         {"use_bias": True, "qk_norm": True, "num_key_value_heads": 3},
         {"position_embedding_type": "rope", "tie_word_embeddings": True, "intermediate_size": 50},
         {"head_dim": 5, "num_global_heads": [0, 6]},
+        {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": True, "attention_sinks": True},
+        {"gated_mlp": True, "use_bias": ["qkv_proj", "norm"], "attention_sinks": True, "num_global_heads": [6, 2]},
+        {"use_bias": ["o_proj", "mlp"], "num_key_value_heads": 2},
     ],
 )
 def test_parameter_count_is_the_models(tiny_config, values):
@@ -153,7 +160,7 @@ def test_parameter_count_is_the_models(tiny_config, values):
     assert config.num_parameters() == LSGPTForCausalLM(config).num_parameters()
 
 
-@pytest.mark.parametrize("values", [{}, {"num_key_value_heads": 3}, {"num_global_heads": [0, 6]}])
+@pytest.mark.parametrize("values", [{}, {"num_key_value_heads": 3}, {"num_global_heads": [0, 6], "gated_mlp": True}])
 def test_flops_are_those_of_the_visible_pairs(tiny_config, values):
     """Counts the pairs one by one, and the matrices from the model's weights."""
     config = tiny_config(**values)

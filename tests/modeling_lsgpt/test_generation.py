@@ -23,7 +23,13 @@ SPLITS = {
     "all-global": {"num_global_heads": 6},
     "all-local": {"num_global_heads": 0},
     "per-layer": {"num_global_heads": [0, 3]},
-    "rope": {"position_embedding_type": "rope"},
+    "llama-sinks": {
+        "position_embedding_type": "rope",
+        "norm_type": "rms_norm",
+        "gated_mlp": True,
+        "attention_sinks": True,
+        "num_key_value_heads": 3,
+    },
 }
 ENGINES = ("eager", "sdpa")
 NEW_TOKENS = 24  # three windows: the local caches fill, overflow and roll

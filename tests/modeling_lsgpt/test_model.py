@@ -26,6 +26,13 @@ from lsgpt import (
 from lsgpt.modeling_lsgpt.visibility_lsgpt import find_documents
 
 
+LLAMA = {
+    "norm_type": "rms_norm",
+    "gated_mlp": True,
+    "hidden_act": "silu",
+    "position_embedding_type": "rope",
+    "num_key_value_heads": 3,
+}
 VARIANTS = {
     "default": {},
     "sinusoidal": {"position_embedding_type": "sinusoidal"},
@@ -38,6 +45,11 @@ VARIANTS = {
     "all-global": {"num_global_heads": 6},
     "all-local": {"num_global_heads": 0, "num_key_value_heads": 2},
     "wide-heads": {"head_dim": 32, "num_global_heads": 1},
+    "llama": LLAMA,
+    "qkv-bias": {**LLAMA, "use_bias": ["qkv_proj"]},
+    "gated-gelu-bias": {"gated_mlp": True, "use_bias": True},
+    "rms-bias-sinks": {"norm_type": "rms_norm", "use_bias": True, "attention_sinks": True},
+    "llama-sinks": {**LLAMA, "attention_sinks": True, "use_bias": ["o_proj"], "num_global_heads": [0, 4]},
 }
 
 
@@ -223,8 +235,9 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
-def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine):
-    model = tiny_model(engine=engine, num_hidden_layers=1).train()
+@pytest.mark.parametrize("values", [{}, {**LLAMA, "attention_sinks": True}], ids=["default", "llama-sinks"])
+def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine, values):
+    model = tiny_model(engine=engine, num_hidden_layers=1, **values).train()
     input_ids = batch()
     mask = torch.ones_like(input_ids)
     mask[1, -4:] = 0

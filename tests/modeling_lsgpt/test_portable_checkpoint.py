@@ -54,7 +54,10 @@ def run_without_lsgpt(auto_class, folders, inputs, tmp_path):
     return torch.load(tmp_path / "results.pt")
 
 
-@pytest.mark.parametrize("values", [{}, {"position_embedding_type": "rope", "num_global_heads": [0, 2]}])
+ROPE = {"position_embedding_type": "rope", "num_global_heads": [0, 2]}
+
+
+@pytest.mark.parametrize("values", [{}, {**ROPE, "norm_type": "rms_norm", "gated_mlp": True, "attention_sinks": True}])
 def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, values):
     model = tiny_model(**values).train()
     blocks = Dataset.from_dict({"input_ids": torch.randint(97, (8, 30)).tolist()})

@@ -40,8 +40,11 @@ def inputs_of(name):
     return {"input_ids": ids, "labels": ids, **inputs[name]}
 
 
-@pytest.mark.parametrize("name", ["plain", "ones", "padding", "packed"])
-def test_model_equals_sdpa(models, name):
+@pytest.mark.parametrize("name", ["plain", "ones", "padding", "packed", "sinks"])
+def test_model_equals_sdpa(models, tiny_model, name):
+    if name == "sinks":
+        models = [tiny_model(engine=engine, attention_sinks=True, **SHAPE).to(DEVICE) for engine in ("sdpa", "triton")]
+        name = "padding"
     inputs = inputs_of(name)
     outputs = [model(**inputs) for model in models]
     is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
@@ -144,9 +147,9 @@ def test_operators_keep_their_promises():
     query = torch.randn(2, 20, 4, 16, device=DEVICE, requires_grad=True)
     key, value = (torch.randn(2, 20, 2, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     first = torch.zeros(2, 20, dtype=torch.int, device=DEVICE)
-    for spans in ((None, None), (first, first + 19)):
-        for measure in (False, True):
-            torch.library.opcheck(triton_lsgpt._attend, (query, key, value, *spans, 2, 7, 0.25, measure))
+    sinks = torch.zeros(4, device=DEVICE, requires_grad=True)
+    for first, last, of_heads, measure in ((None, None, sinks, False), (first, first + 19, None, True)):
+        torch.library.opcheck(triton_lsgpt._attend, (query, key, value, first, last, of_heads, 2, 7, 0.25, measure))
 
 
 def test_compiles_without_a_break(models, fresh_compiler):

@@ -117,9 +117,13 @@ class LSGPTModelTest(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixi
 
 
 class LSGPTRotaryModelTest(LSGPTModelTest):
-    """Rotary positions, grouped queries, normalised queries and keys, biases."""
+    """Blocks of today with all that there is: RMSNorm, gated MLP, rotary positions, grouped queries, sinks, biases."""
 
     config_kwargs = {
+        "norm_type": "rms_norm",
+        "gated_mlp": True,
+        "hidden_act": "silu",
+        "attention_sinks": True,
         "position_embedding_type": "rope",
         "num_key_value_heads": 2,
         "qk_norm": True,
