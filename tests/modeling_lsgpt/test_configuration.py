@@ -152,7 +152,7 @@ def test_at_most_30_fields():
         {"head_dim": 5, "num_global_heads": [0, 6]},
         {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": True, "attention_sinks": True},
         {"gated_mlp": True, "use_bias": ["qkv_proj", "norm"], "attention_sinks": True, "num_global_heads": [6, 2]},
-        {"use_bias": ["o_proj", "mlp"], "num_key_value_heads": 2},
+        {"use_bias": ["o_proj", "mlp"], "num_key_value_heads": 3},
     ],
 )
 def test_parameter_count_is_the_models(tiny_config, values):

@@ -148,8 +148,8 @@ def test_operators_keep_their_promises():
     key, value = (torch.randn(2, 20, 2, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     first = torch.zeros(2, 20, dtype=torch.int, device=DEVICE)
     sinks = torch.zeros(4, device=DEVICE, requires_grad=True)
-    for first, last, of_heads, measure in ((None, None, sinks, False), (first, first + 19, None, True)):
-        torch.library.opcheck(triton_lsgpt._attend, (query, key, value, first, last, of_heads, 2, 7, 0.25, measure))
+    for begin, end, of_heads, measure in ((None, None, sinks, False), (first, first + 19, None, True)):
+        torch.library.opcheck(triton_lsgpt._attend, (query, key, value, begin, end, of_heads, 2, 7, 0.25, measure))
 
 
 def test_compiles_without_a_break(models, fresh_compiler):
