@@ -64,7 +64,7 @@ def load_gguf(path: str | Path) -> PreTrainedModel:
         model, found = AutoModelForCausalLM.from_pretrained(
             **place, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         raise ValueError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
     shapes = [f"{name} {tuple(there)} instead of {tuple(here)}" for name, there, here in found["mismatched_keys"]]
     refuse_tensors(sorted(found["missing_keys"]), [], sorted(shapes))

@@ -52,6 +52,10 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
+        if Path(source).is_dir() and any(Path(source).glob("*.gguf")):
+            raise ValueError(
+                f"the source must be a model; of the folder {str(source)!r} name the GGUF file"
+            ) from error
         raise ValueError(f"there is no model {str(source)!r}: {error}") from error
     kind = values.get("model_type")
     if kind not in _CONVERTERS:

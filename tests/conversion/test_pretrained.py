@@ -336,6 +336,8 @@ def test_refused_gguf(metadata, tensors, message, tmp_path):
 def test_broken_gguf_and_missing_package(tmp_path, monkeypatch, capsys):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_source())
+    with pytest.raises(ValueError, match="name the GGUF file"):
+        load_pretrained(tmp_path)
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"the GGUF file .* cannot be read"):
         load_pretrained(path)
