@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
             return _bench(argv[1:])
         args = _make_parser().parse_args(argv)
         return args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # also a package that an option needs
         return _fail(error)
 
 
@@ -99,14 +99,15 @@ def _make_parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert",
         help=text,
-        description=f"{text.capitalize()}, with the same logits: of nanoGPT, of the paper's code, or a GPT-2. A GPT-2 "
-        "can be given local heads: those that, on a text of yours, attend inside the window anyway.",
+        description=f"{text.capitalize()}, with the same logits: Llama, Mistral, Qwen2, Qwen3, GPT-2, nanoGPT, or the "
+        "paper's code. Tokenizer, chat template and generation configuration come along. A pretrained model can be "
+        "given local heads: those that, on a text of yours, attend inside the window anyway.",
         allow_abbrev=False,
     )
     convert.add_argument(
         "source",
         metavar="SOURCE",
-        help="a file of nanoGPT or of the paper's code; or the folder or Hub name of a GPT-2",
+        help="the folder or the Hub name of a pretrained model, a GGUF file, or a file of nanoGPT or the paper's code",
     )
     convert.add_argument("folder", metavar="FOLDER", help="a new or an empty folder to write the checkpoint into")
     convert.add_argument(

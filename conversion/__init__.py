@@ -1,9 +1,10 @@
-"""Checkpoints of other code as LSGPT checkpoints: nanoGPT's, the paper's, and GPT-2 with calibrated heads."""
+"""Checkpoints of other code as LSGPT checkpoints: pretrained models with calibrated heads, nanoGPT's, the paper's."""
 
 from .calibration import Calibration, calibrate, perplexity, plot_locality, read_blocks
-from .checkpoints import convert_gpt2, convert_nanogpt, load_gpt2, load_nanogpt
 from .convert import convert
 from .heads import choose_global_heads, measure_locality, with_global_heads
+from .nanogpt import convert_nanogpt, load_nanogpt
+from .pretrained import convert_pretrained, load_pretrained
 
 
 __all__ = [
@@ -11,10 +12,10 @@ __all__ = [
     "calibrate",
     "choose_global_heads",
     "convert",
-    "convert_gpt2",
     "convert_nanogpt",
-    "load_gpt2",
+    "convert_pretrained",
     "load_nanogpt",
+    "load_pretrained",
     "measure_locality",
     "perplexity",
     "plot_locality",

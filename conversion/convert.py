@@ -3,17 +3,17 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.training.arguments import looks_like_a_path
 
 from .calibration import Calibration, calibrate, write_report
-from .checkpoints import convert_gpt2, load_gpt2, load_nanogpt
 from .heads import with_global_heads
+from .nanogpt import load_nanogpt
+from .pretrained import convert_pretrained, load_pretrained, load_tokenizer, read_origin, write_origin
 
 
-_WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
 
 
 def convert(
@@ -26,13 +26,16 @@ def convert(
     max_blocks: int = 32,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
-    Writes an LSGPT checkpoint with the weights and the logits of another one: nanoGPT's, the paper's, or GPT-2.
+    Writes an LSGPT checkpoint with the weights and the logits of another one, in its dtype (a GGUF file's in float32):
+    nanoGPT's, the paper's, GPT-2, Llama, Mistral, Qwen2 or Qwen3. Tokenizer, chat template and generation
+    configuration come along, and licence and origin, in the metadata of a README.md.
 
     With a text, most heads of a GPT-2 become local, those that attend inside the window anyway. They are measured on
     one part of the text, the perplexity before and after on the other, and `report.md` tells of both.
 
     Args:
-        source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a GPT-2, its folder or name on the Hub.
+        source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a model of one of the other kinds: its
+            folder, its name on the Hub, or, but for GPT-2, a GGUF file.
         folder: A new or an empty folder.
         global_heads: Number of heads in each layer that stay global.
         window: Number of keys that a query of a local head sees, its own included.
@@ -45,6 +48,7 @@ def convert(
     Raises:
         ValueError: A source that is nothing of this, that LSGPT cannot express or whose weights are not finite; a
             folder with content, arguments that do not go together, or too little text.
+        ImportError: A GGUF file, and no package `gguf` to read it.
     """
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -54,21 +58,22 @@ def convert(
     if len(absent) in (1, 2):
         raise ValueError(f"`{'`, `'.join(wanted)}` must be given together; got no `{'`, `'.join(absent)}`")
 
-    tokenizer = calibration = None
-    if Path(source).is_file():
+    pretrained = tokenizer = calibration = None
+    path = Path(source)
+    if path.is_file() and path.suffix != ".gguf":
         if text is not None:
             raise ValueError(
                 "`calibrate` must be unset for a checkpoint of nanoGPT or of the paper's code, which has no tokenizer "
                 f"to read a text with; got {text!r}"
             )
         model = load_nanogpt(source)
-    elif Path(source).suffix in _WEIGHT_FILES:
+    elif path.suffix in _WEIGHT_FILES and not path.is_file():
         raise ValueError(f"there is no file {source!r}")
-    elif looks_like_a_path(source) and not Path(source).is_dir():
+    elif looks_like_a_path(source) and not path.exists():
         raise ValueError(f"there is no model {source!r}: no such file or folder")
     else:
-        gpt2 = load_gpt2(source)
-        model, tokenizer = convert_gpt2(gpt2), _load_tokenizer(source)
+        pretrained = load_pretrained(source)
+        model, tokenizer, origin = convert_pretrained(pretrained), load_tokenizer(source), read_origin(source)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"the weights of {source!r} must be finite numbers; {name} has others")
@@ -78,22 +83,17 @@ def convert(
                 f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model, gpt2 = model.to(device), gpt2.to(device)
-        calibration = calibrate(model, tokenizer, text, global_heads, window, balance, max_blocks, gpt2)
+        model, pretrained = model.to(device), pretrained.to(device)
+        calibration = calibrate(model, tokenizer, text, global_heads, window, balance, max_blocks, pretrained)
         model = with_global_heads(model, calibration.global_heads, window)
 
+    if pretrained is not None:
+        model.generation_config = pretrained.generation_config
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if pretrained is not None:
+        write_origin(source, folder, origin)
     if calibration is not None:
         write_report(folder, source, text, calibration)
     return model, calibration
-
-
-def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError):
-        return None
-    # For a GPT-2 without the tokenizer's files, Transformers makes one that has no words.
-    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None

@@ -25,6 +25,8 @@ def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTF
     with torch.device("meta"):  # no time for initial weights, no memory for a second copy
         model = LSGPTForCausalLM(config)
     model.load_state_dict(weights, assign=True)
+    if model.model.rotary_emb is not None:  # its frequencies are in no state dict
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.tie_weights()
     return model.eval()
 

@@ -60,7 +60,8 @@ def make_card(
         folder: The checkpoint with its tokenizer. The card links `heads.png` (see `draw_heads`) and plots in it.
         repo_id: The model's name on the Hub, for title and snippets; the folder by default.
         license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default that of the
-            metadata of a README.md in the folder, or else of the run's recipe.
+            metadata of a README.md in the folder, or else of the run's recipe, or else of a README.md in the folder
+            of the checkpoint that the run started from.
         language: Language codes for the metadata.
         tags: Tags for the metadata, besides our own.
 
@@ -71,6 +72,7 @@ def make_card(
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
     metadata: dict = find_license(folder, license, recipe)
+    metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
     results = _read_results(folder)
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
@@ -197,14 +199,8 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
     Raises:
         ValueError: No licence, or one that the Hub cannot know.
     """
-    readme = Path(folder) / "README.md"
-    known = {}
-    if readme.is_file():
-        try:
-            known = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict()
-        except (ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"the metadata of {readme} cannot be read: {error}") from error
-    license = license or known.get("license") or (recipe or {}).get("license")
+    known = _find_metadata(folder, recipe)
+    license = license or known.get("license")
     if not license:
         raise ValueError(
             "`license` must be given, the licence of the weights as the Hub names it, such as apache-2.0; "
@@ -217,9 +213,32 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
     if not all(named.values()):
         raise ValueError(
             "`license` must be a known one, or README.md must name it: other needs `license_name` and `license_link` "
-            f"in the metadata of {readme}"
+            f"in the metadata of {Path(folder) / 'README.md'}"
         )
     return {"license": license, **named}
+
+
+def _find_metadata(folder: str | Path, recipe: dict | None) -> dict:
+    """
+    The metadata of a README.md in the folder. What it leaves out: the licence from the run's recipe, and the rest from
+    the checkpoint that the run started from.
+    """
+    recipe = recipe or {}
+    start = recipe.get("model_name_or_path")
+    known = _read_metadata(start) if start else {}
+    if recipe.get("license"):
+        known["license"] = recipe["license"]
+    return known | _read_metadata(folder)
+
+
+def _read_metadata(folder: str | Path) -> dict:
+    readme = Path(folder) / "README.md"
+    if not readme.is_file():
+        return {}
+    try:
+        return ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"the metadata of {readme} cannot be read: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

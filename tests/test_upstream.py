@@ -13,8 +13,10 @@ from dataclasses import replace
 
 import datasets
 import evaluate
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -27,6 +29,7 @@ from transformers import (
     configuration_utils,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.integrations.gguf import read_gguf_metadata
 
 
 class TinyForCausalLM(nn.Module):
@@ -352,6 +355,19 @@ def test_get_relative_import_files_follows_imports(tmp_path):
 
 
 # PyTorch and Triton
+
+
+def test_read_gguf_metadata_returns_values_and_the_lengths_of_lists_of_texts(tmp_path):
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_token_list(["a", "b", "c"])
+    writer.add_tensor("rope_freqs.weight", np.ones(2, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata, tensors = read_gguf_metadata(str(tmp_path / "tiny.gguf"))
+    assert metadata == {"general.architecture": "llama", "tokenizer.ggml.tokens": 3}
+    assert tensors == ("rope_freqs.weight",)
 
 
 def test_scaled_dot_product_flash_attention_for_cpu_and_its_backward():

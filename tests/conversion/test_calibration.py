@@ -13,7 +13,7 @@ import lsgpt_cli
 from lsgpt.conversion import (
     calibrate,
     choose_global_heads,
-    convert_gpt2,
+    convert_pretrained,
     measure_locality,
     perplexity,
     read_blocks,
@@ -84,7 +84,7 @@ def gpt2(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(gpt2):
     """The trained model as LSGPT, blocks of text to measure on and to evaluate, and what each balance chooses."""
-    model = convert_gpt2(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
+    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
     tokenizer = AutoTokenizer.from_pretrained(gpt2 / "model")
     text = str(gpt2 / "text.jsonl")
     by_balance = {
@@ -176,7 +176,7 @@ def test_command(gpt2, tmp_path, capsys):
     assert float(rows["all heads global"]) == pytest.approx(before, abs=1e-3)
     assert float(rows["the least local heads global: this checkpoint"]) == pytest.approx(after, abs=1e-3)
     assert f"{after:.3f}" in output
-    first = with_global_heads(convert_gpt2(source), [range(2)] * LAYERS, WINDOW)
+    first = with_global_heads(convert_pretrained(source), [range(2)] * LAYERS, WINDOW)
     assert float(rows["as many first heads of each layer global"]) == pytest.approx(
         perplexity(first, held_out), abs=1e-3
     )

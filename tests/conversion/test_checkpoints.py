@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel
 
 import lsgpt_cli
-from lsgpt.conversion import convert, convert_gpt2, convert_nanogpt, load_gpt2, with_global_heads
+from lsgpt.conversion import convert, convert_nanogpt, convert_pretrained, load_pretrained, with_global_heads
 from lsgpt.training import train_tokenizer
 
 
@@ -263,7 +263,7 @@ def test_gpt2(options):
     gpt2, tolerance = make_gpt2(**options), EXACT
     if "reorder_and_upcast_attn" in options:  # in float32 only
         gpt2, tolerance = gpt2.float(), {"rtol": 1e-5, "atol": 1e-4}
-    model = convert_gpt2(gpt2)
+    model = convert_pretrained(gpt2)
     torch.testing.assert_close(logits_of(model), logits_of(gpt2), **tolerance)
     assert model.num_parameters() == model.config.num_parameters() == gpt2.num_parameters()
     assert model.config.resid_dropout == options.get("resid_pdrop", 0.1)
@@ -295,7 +295,7 @@ def test_chosen_heads_stay_global_wherever_they_stand():
     ],
 )
 def test_refused_heads(global_heads, window, message):
-    model = convert_gpt2(make_gpt2())
+    model = convert_pretrained(make_gpt2())
     with pytest.raises(ValueError, match=message):
         with_global_heads(model, global_heads, window)
     windowed = with_global_heads(model, [[0], [1]], 9)
@@ -335,10 +335,10 @@ def test_gpt2_folder(tmp_path):
 def test_refused_gpt2(options, message, tmp_path):
     gpt2 = make_gpt2(**options)
     with pytest.raises(ValueError, match=message):
-        convert_gpt2(gpt2)
+        convert_pretrained(gpt2)
     gpt2.config.save_pretrained(tmp_path)  # without weights: it is refused before they are looked for
     with pytest.raises(ValueError, match=message):
-        load_gpt2(tmp_path)
+        load_pretrained(tmp_path)
 
 
 def test_refused_gpt2_weights(tmp_path):
@@ -353,7 +353,7 @@ def test_refused_gpt2_weights(tmp_path):
         r"of another shape: transformer.wpe.weight \(39, 30\) instead of \(40, 30\)"
     )
     with pytest.raises(ValueError, match=message):
-        load_gpt2(tmp_path)
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_refused_gpt2_weights(tmp_path):
     [
         (["GPT2", "FULL"], "the folder to write must be new or empty"),
         (["GPT2", "FULL/text.txt"], "the folder to write must be new or empty"),
-        (["BERT", "new"], "or a GPT-2, its folder or its name on the Hub; "),
+        (["BERT", "new"], "of the type gpt2, llama, mistral, qwen2, qwen3, its folder or its name on the Hub; "),
         (["EMPTY", "new"], "has no config.json"),
         (["none/none/none", "new"], "there is no model"),
         (["none.pt", "new"], "there is no file 'none.pt'"),

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
+from lsgpt.conversion import convert
 
 
 # Runs in a process of its own. The finder makes `import lsgpt` fail as it does where the package is not installed.
@@ -68,9 +69,13 @@ def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, val
     trainer = Trainer(model, arguments, train_dataset=blocks)
     trainer.train()
     trainer.save_model(tmp_path / "final")
+    sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, head_dim=10))
+    llama.save_pretrained(tmp_path / "llama")
+    convert(tmp_path / "llama", tmp_path / "converted")
 
     inputs = torch.randint(97, (2, 15))
-    folders = [tmp_path / "final", tmp_path / "run" / "checkpoint-2"]
+    folders = [tmp_path / "final", tmp_path / "run" / "checkpoint-2", tmp_path / "converted"]
     for folder, theirs in zip(folders, run_without_lsgpt("AutoModelForCausalLM", folders, inputs, tmp_path)):
         ours = LSGPTForCausalLM.from_pretrained(folder).eval()
         files = {path.name for path in folder.iterdir()}

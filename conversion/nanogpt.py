@@ -1,4 +1,4 @@
-"""Weights of nanoGPT, of the paper's code, which is a nanoGPT with local heads, and of GPT-2, in LSGPT's names.
+"""Weights of nanoGPT, and of the paper's code, which is a nanoGPT with local heads, in LSGPT's names.
 
 The parameters' names are those of GPT-2. An attention layer's `c_attn` has the rows of all queries, then those of all
 keys, then those of all values.
@@ -8,7 +8,6 @@ import pickle
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
@@ -115,7 +114,7 @@ def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LS
         # Plain nanoGPT saves the shared tensor under both names.
         tie_word_embeddings=torch.equal(token_embeddings, lm_head),
     )
-    model = build_model(config, _rename(weights, config.num_hidden_layers))
+    model = build_model(config, rename_gpt2(weights, config.num_hidden_layers))
     if not local_heads:
         return model
     global_heads = [range(local_heads, heads)] * config.num_hidden_layers
@@ -154,14 +153,14 @@ def _check_tensors(weights: dict, expected: dict[str, tuple]):
         for name, shape in expected.items()
         if name in weights and tuple(weights[name].shape) != shape
     ]
-    _refuse(
+    refuse_tensors(
         [name for name in expected if name not in weights],
         [name for name in weights if name not in expected],
         misshapen,
     )
 
 
-def _refuse(missing: list[str], unknown: list[str], misshapen: list[str]):
+def refuse_tensors(missing: list[str], unknown: list[str], misshapen: list[str]):
     """Raises `ValueError` if one of the lists has something in it."""
     problems = []
     for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
@@ -178,7 +177,7 @@ def _check_masks(masks: dict[str, torch.Tensor], heads: int, local_heads: int, w
         if name.endswith(".attn.bias"):
             continue  # plain causality
         if mask.ndim != 4:
-            _refuse([], [], [f"{name} {tuple(mask.shape)}"])
+            refuse_tensors([], [], [f"{name} {tuple(mask.shape)}"])
         length = mask.shape[-1]
         expected = [min(window or length, length)] * local_heads + [length] * (heads - local_heads)
         found = mask[0, :, -1].sum(-1).tolist()
@@ -200,7 +199,7 @@ def _stack_projections(weights: dict, kinds: list[str], num_layers: int):
                 weights[f"{prefix}c_attn.{suffix}"] = torch.cat([torch.cat(x) for x in queries_keys_values])
 
 
-def _rename(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
     """The parameters under LSGPT's names, heads in their order."""
     renamed = {
         "model.embed_tokens.weight": weights["transformer.wte.weight"],
@@ -219,82 +218,3 @@ def _rename(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
             for name, part in zip("qkv", parts):
                 renamed[f"{ours}self_attn.{name}_proj.{suffix}"] = part.clone()
     return renamed
-
-
-def load_gpt2(name_or_path: str | Path) -> GPT2LMHeadModel:
-    """
-    GPT-2, from a folder or by its name on the Hub, of any size.
-
-    Raises:
-        ValueError: Another kind of model, one that LSGPT cannot express, or tensors that are missing, unknown or of
-            another shape than the configuration says; the message names them.
-    """
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(name_or_path)
-    except OSError as error:
-        raise ValueError(f"there is no model {str(name_or_path)!r}: {error}") from error
-    kind = values.get("model_type")
-    if kind != "gpt2":
-        found = f"is of the model type {kind!r}" if kind else "has no config.json that names one"
-        raise ValueError(
-            "the source must be a file of nanoGPT or of the paper's code (`ckpt.pt`), or a GPT-2, its folder or its "
-            f"name on the Hub; {str(name_or_path)!r} {found}"
-        )
-    config = GPT2Config.from_pretrained(name_or_path)
-    _check_gpt2(config)
-    model, found = GPT2LMHeadModel.from_pretrained(
-        name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    misshapen = [f"{name} {tuple(there)} instead of {tuple(here)}" for name, there, here in found["mismatched_keys"]]
-    _refuse(sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), sorted(misshapen))
-    return model.eval()
-
-
-def _check_gpt2(config: GPT2Config):
-    reasons = {
-        "scale_attn_weights": (True, "LSGPT divides the logits by the square root of `head_dim`"),
-        "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers alike"),
-        "add_cross_attention": (False, "LSGPT is a decoder without an encoder"),
-    }
-    for field, (value, reason) in reasons.items():
-        if getattr(config, field) != value:
-            raise ValueError(
-                f"`{field}` of a GPT-2 to convert must be {value}: {reason}; got {getattr(config, field)}"
-            )
-
-
-def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
-    """
-    The LSGPT model with the same logits, all heads global.
-
-    Raises:
-        ValueError: A configuration that LSGPT cannot express.
-    """
-    gpt2 = model.config
-    _check_gpt2(gpt2)
-    config = LSGPTConfig(
-        vocab_size=gpt2.vocab_size,
-        hidden_size=gpt2.n_embd,
-        num_hidden_layers=gpt2.n_layer,
-        num_attention_heads=gpt2.n_head,
-        num_global_heads=gpt2.n_head,
-        intermediate_size=gpt2.n_inner,
-        hidden_act=gpt2.activation_function,
-        max_position_embeddings=gpt2.n_positions,
-        use_bias=True,
-        attention_dropout=gpt2.attn_pdrop,
-        resid_dropout=gpt2.resid_pdrop,
-        embd_dropout=gpt2.embd_pdrop,
-        layer_norm_eps=gpt2.layer_norm_epsilon,
-        initializer_range=gpt2.initializer_range,
-        tie_word_embeddings=gpt2.tie_word_embeddings,
-        bos_token_id=gpt2.bos_token_id,
-        eos_token_id=gpt2.eos_token_id,
-        pad_token_id=gpt2.pad_token_id,
-    )
-    # The linear layers inside the blocks are `Conv1D`s, with the inputs along the rows.
-    weights = {
-        name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    return build_model(config, _rename(weights, config.num_hidden_layers))

@@ -1,0 +1,59 @@
+"""GPT-2 in LSGPT's names."""
+
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+from .heads import build_model
+from .nanogpt import rename_gpt2
+
+
+def check_gpt2(config: GPT2Config):
+    """Raises `ValueError` for a configuration that LSGPT cannot express."""
+    reasons = {
+        "scale_attn_weights": (True, "LSGPT divides the logits by the square root of `head_dim`"),
+        "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers alike"),
+        "add_cross_attention": (False, "LSGPT is a decoder without an encoder"),
+    }
+    for field, (value, reason) in reasons.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"`{field}` of a GPT-2 to convert must be {value}: {reason}; got {getattr(config, field)}"
+            )
+
+
+def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
+    """
+    The LSGPT model with the same logits, all heads global.
+
+    Raises:
+        ValueError: A configuration that LSGPT cannot express.
+    """
+    gpt2 = model.config
+    check_gpt2(gpt2)
+    config = LSGPTConfig(
+        vocab_size=gpt2.vocab_size,
+        hidden_size=gpt2.n_embd,
+        num_hidden_layers=gpt2.n_layer,
+        num_attention_heads=gpt2.n_head,
+        num_global_heads=gpt2.n_head,
+        intermediate_size=gpt2.n_inner,
+        hidden_act=gpt2.activation_function,
+        max_position_embeddings=gpt2.n_positions,
+        use_bias=True,
+        attention_dropout=gpt2.attn_pdrop,
+        resid_dropout=gpt2.resid_pdrop,
+        embd_dropout=gpt2.embd_pdrop,
+        layer_norm_eps=gpt2.layer_norm_epsilon,
+        initializer_range=gpt2.initializer_range,
+        tie_word_embeddings=gpt2.tie_word_embeddings,
+        bos_token_id=gpt2.bos_token_id,
+        eos_token_id=gpt2.eos_token_id,
+        pad_token_id=gpt2.pad_token_id,
+    )
+    # The linear layers inside the blocks are `Conv1D`s, with the inputs along the rows.
+    weights = {
+        name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    return build_model(config, rename_gpt2(weights, config.num_hidden_layers))

@@ -1,0 +1,170 @@
+"""Pretrained models of Transformers as LSGPT checkpoints, with what belongs to them: tokenizer, licence, origin."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from huggingface_hub.repocard import metadata_load
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+
+from .gguf import load_gguf, load_gguf_tokenizer, read_gguf_origin
+from .gpt2 import check_gpt2, convert_gpt2
+from .llama import MODEL_TYPES, check_llama, convert_llama
+from .nanogpt import refuse_tensors
+
+
+_CONVERTERS: dict[str, tuple[Callable, Callable]] = {
+    "gpt2": (check_gpt2, convert_gpt2),
+    **dict.fromkeys(MODEL_TYPES, (check_llama, convert_llama)),
+}
+
+# One of them is in every checkpoint with a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+_CARD_FIELDS = ("license", "license_name", "license_link", "base_model")
+
+
+def load_pretrained(source: str | Path) -> PreTrainedModel:
+    """
+    A model that `convert_pretrained` takes, from a folder, by its name on the Hub, or from a GGUF file. It has the
+    dtype that its config.json states, or else its weights have; from a GGUF file float32.
+
+    Raises:
+        ValueError: Another kind of model, one that LSGPT cannot express, or tensors that are missing, unknown or of
+            another shape than the configuration says; the message names them.
+        ImportError: A GGUF file, and no package `gguf` to read it.
+    """
+    if _is_gguf(source):
+        return load_gguf(source)
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source)
+    except OSError as error:
+        if Path(source).is_dir() and any(Path(source).glob("*.gguf")):
+            raise ValueError(
+                f"the source must be a model; of the folder {str(source)!r} name the GGUF file"
+            ) from error
+        raise ValueError(f"there is no model {str(source)!r}: {error}") from error
+    kind = values.get("model_type")
+    if kind not in _CONVERTERS:
+        found = f"is of the model type {kind!r}" if kind else "has no config.json that names a model type"
+        raise ValueError(
+            "the source must be a file of nanoGPT or of the paper's code (`ckpt.pt`), a GGUF file, or a model of the "
+            f"type {', '.join(_CONVERTERS)}, its folder or its name on the Hub; {str(source)!r} {found}"
+        )
+    if "quantization_config" in values:
+        method = values["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"`quantization_config` of a model to convert must be unset; {str(source)!r} is quantized with {method}: "
+            "convert the model that it was made from, or load it with Transformers, `dequantize()` and save it"
+        )
+    check, _ = _CONVERTERS[kind]
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (ValueError, KeyError, StrictDataclassError) as error:
+        raise ValueError(f"the configuration of {str(source)!r} cannot be read: {error}") from error
+    check(config)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {error}") from error
+    misshapen = [f"{name} {tuple(there)} instead of {tuple(here)}" for name, there, here in found["mismatched_keys"]]
+    refuse_tensors(sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), sorted(misshapen))
+    return model
+
+
+def convert_pretrained(model: PreTrainedModel) -> LSGPTForCausalLM:
+    """
+    The LSGPT model with the same logits, all heads global, in the same dtype.
+
+    Args:
+        model: GPT-2, Llama, Mistral, Qwen2 or Qwen3 with its language-modelling head.
+
+    Raises:
+        ValueError: Another model, or a configuration that LSGPT cannot express.
+    """
+    kind = model.config.model_type
+    if kind not in _CONVERTERS:
+        raise ValueError(f"the model must be one of {', '.join(_CONVERTERS)}; got {kind!r}")
+    _, convert = _CONVERTERS[kind]
+    return convert(model)
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+    """
+    The tokenizer of a source, with its chat template; None where it has none.
+
+    Raises:
+        ValueError: A tokenizer that cannot be loaded.
+    """
+    try:
+        if _is_gguf(source):
+            return load_gguf_tokenizer(source)
+        # Asked for by name: where they are missing, Transformers makes a tokenizer that has no words.
+        if not any(find_file(source, name) for name in _VOCABULARIES):
+            return None
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # `tokenizers` raises no other kind
+        raise ValueError(f"the tokenizer of {str(source)!r} cannot be loaded: {error}") from error
+
+
+def find_file(source: str | Path, name: str) -> Path | None:
+    """The path of a file of a checkpoint, downloaded where that is on the Hub; None where it has none."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        return Path(hf_hub_download(str(source), name))
+    except EntryNotFoundError:
+        return None
+
+
+def read_origin(source: str | Path) -> dict:
+    """
+    What a model card is to say of a source: `license`, with `license_name` and `license_link` for one that the Hub
+    does not list, and `base_model`, the source's name on the Hub, or, of files here, that of the model that they were
+    made from. What is nowhere stated is left out.
+
+    Raises:
+        ValueError: A README.md whose metadata cannot be read.
+    """
+    known = {}
+    readme = find_file(Path(source).parent if _is_gguf(source) else source, "README.md")
+    if readme is not None:
+        try:
+            known = metadata_load(readme) or {}
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"the metadata of {str(readme)!r} cannot be read: {error}") from error
+    if _is_gguf(source):
+        known |= read_gguf_origin(source)
+    elif not Path(source).is_dir():
+        known["base_model"] = str(source)
+    return {field: known[field] for field in _CARD_FIELDS if known.get(field)}
+
+
+def write_origin(source: str | Path, folder: str | Path, origin: dict):
+    """Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE."""
+    name = source if origin.get("base_model") == str(source) else Path(source).name
+    text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes licence and origin from this file."
+    ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
+    license = find_file(Path(source).parent if _is_gguf(source) else source, "LICENSE")
+    if license is not None:
+        shutil.copy(license, Path(folder) / "LICENSE")
+
+
+def _is_gguf(source: str | Path) -> bool:
+    return Path(source).suffix == ".gguf"

@@ -1,0 +1,349 @@
+"""The Llama family: converted, small random models compute what Transformers computes with them."""
+
+import json
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import yaml
+from huggingface_hub.repocard import metadata_load
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import lsgpt_cli
+from lsgpt.conversion import convert, convert_pretrained, load_pretrained
+from lsgpt.model_cards import make_card
+from lsgpt.training import train_tokenizer
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.2,  # logits far apart, so that equal greedy text means equal computation
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 32,
+    "factor": 2.0,
+}
+
+SOURCES = {
+    "Llama 3": (LlamaConfig, {"rope_parameters": LLAMA3}),
+    "Llama, tied": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0}}),
+    "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 14}),
+    "Llama, linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "Llama, dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "Llama, long": (LlamaConfig, {"rope_parameters": LONGROPE}),
+    "Mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None, "num_key_value_heads": 3}),
+    "Mistral, harmless window": (MistralConfig, {"sliding_window": 100, "hidden_act": "gelu"}),
+    "Qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "Qwen2, YaRN": (
+        Qwen2Config,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "Qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "Qwen3 with biases": (Qwen3Config, {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 6}),
+}
+
+
+def make_source(config_class=LlamaConfig, **values):
+    """A model all of whose weights matter, norms and biases too."""
+    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **values}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def relative_error(model, source, ids, **inputs):
+    """Of the logits, where there is no padding."""
+    seen = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    actual, expected = (m(input_ids=ids, **inputs).logits[seen] for m in (model, source))
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_logits_and_text(name):
+    config_class, values = SOURCES[name]
+    source = make_source(config_class, **values)
+    model = convert_pretrained(source)
+    assert model.config.num_parameters() == model.num_parameters() == source.num_parameters()
+    assert model.model.layers[0].mlp.up_proj.weight.data_ptr() == source.model.layers[0].mlp.up_proj.weight.data_ptr()
+
+    ids = torch.randint(4, 97, (2, 90))  # past the 64 positions, where some rotary embeddings change
+    assert relative_error(model, source, ids) <= 1e-5
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    assert relative_error(model, source, ids, attention_mask=mask) <= 1e-5
+
+    inputs = {"input_ids": ids[:, :45], "attention_mask": mask[:, :45], "do_sample": False, "max_new_tokens": 24}
+    actual, expected = (m.generate(**inputs, eos_token_id=None) for m in (model, source))
+    assert torch.equal(actual, expected)
+    assert len(expected[:, 45:].unique()) > 5  # no text that says one word over and over
+
+
+def test_what_a_conversion_must_get_right_shows_in_the_logits():
+    """The measure above is no formality: each of these mistakes is far outside it."""
+    source, ids = make_source(Qwen3Config, head_dim=16, rope_parameters=LLAMA3), torch.randint(97, (2, 60))
+    model = convert_pretrained(source)
+    for field, value in [
+        ("rope_parameters", {"rope_theta": 500_000.0, "rope_type": "default"}),
+        ("rms_norm_eps", 1e-6),
+    ]:
+        values = {"head_dim": 16, "rope_parameters": LLAMA3, field: value}
+        wrong = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, **values})).eval()
+        wrong.load_state_dict(source.state_dict())
+        assert relative_error(model, wrong, ids) > 1e-3
+
+
+def make_tokenizer():
+    tokenizer = train_tokenizer(["to be or not to be, that is the question 12 34"], 290)
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with a model in bfloat16 and all that may belong to it."""
+    folder = tmp_path_factory.mktemp("sources") / "tiny-llama"
+    torch.manual_seed(0)
+    model = make_source(vocab_size=300, rope_parameters=LLAMA3, tie_word_embeddings=True).to(torch.bfloat16)
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    metadata = {"license": "llama3.2", "base_model": "someone/base", "language": "en", "tags": ["other"]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Tiny\n")
+    (folder / "LICENSE").write_text("the licence")
+    return folder
+
+
+def test_what_belongs_to_the_source_comes_along(llama, tmp_path, capsys):
+    assert lsgpt_cli.main(["convert", str(llama), str(tmp_path / "out")]) == 0
+    assert "6 global + 0 local" in capsys.readouterr().out or True
+    source, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (llama, tmp_path / "out"))
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, weight in source.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    assert relative_error(model.float(), source.float(), torch.randint(4, 97, (2, 50))) <= 1e-5
+    assert model.config.rope_parameters == source.config.rope_parameters
+    assert model.config.eos_token_id == [2, 3]
+
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))
+    assert generation == json.loads((llama / "generation_config.json").read_text(encoding="utf-8"))
+    assert (generation["temperature"], generation["eos_token_id"]) == (0.6, [2, 3])
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (llama, tmp_path / "out"))
+    text, chat = "to be <|endoftext|> question", [{"role": "user", "content": "or not"}]
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.apply_chat_template(chat, tokenize=False) == "<user>or not"
+    assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
+    assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/base"}
+    card = make_card(tmp_path / "out")
+    assert (card.data.license, card.data.base_model) == ("llama3.2", "someone/base")
+
+
+def test_converted_from_memory_it_computes_what_it_does_from_a_folder(llama, tmp_path):
+    model, _ = convert(llama, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(4, 97, (2, 50))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "message"),
+    [
+        (MistralConfig, {"sliding_window": 32}, "`sliding_window` of a mistral model to convert must be unset, or at"),
+        (
+            Qwen2Config,
+            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+            "`max_position_embeddings` is 64; got 32",
+        ),
+        (Qwen3Config, {"layer_types": ["full_attention", "sliding_attention"]}, "`sliding_window` of a qwen3 model"),
+        (LlamaConfig, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of a llama model to convert must be 1"),
+        (LlamaConfig, {"rope_parameters": {"rope_type": "spiral"}}, "`rope_type` of a llama model.*got 'spiral'"),
+        (
+            LlamaConfig,
+            {"hidden_act": "sine"},
+            "`hidden_act` of a llama model to convert must be an activation.*'sine'",
+        ),
+        (LlamaConfig, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized with gptq"),
+    ],
+)
+def test_refused_configurations(config_class, values, message, tmp_path):
+    config = {**SIZES, **values, "model_type": config_class.model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # without weights: it is refused before they are read
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_harmless_windows():
+    for values in (
+        {"use_sliding_window": False, "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": 64},
+    ):
+        source = make_source(Qwen2Config, **values)
+        assert relative_error(convert_pretrained(source), source, torch.randint(97, (2, 60))) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gemma3_text", "phi3", "granite", "lsgpt"])
+def test_other_kinds_of_models_are_refused(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    message = f"of the type gpt2, llama, mistral, qwen2, qwen3, .* is of the model type '{kind}'"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_refused_weights(tmp_path):
+    make_source(attention_bias=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": False, "intermediate_size": 81}))
+    with pytest.raises(
+        ValueError, match=r"unknown: model.layers.0.self_attn.k_proj.bias.*mlp.down_proj.weight \(48, 80"
+    ):
+        load_pretrained(tmp_path)
+
+
+def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):
+    make_source().save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be loaded"):
+        convert(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def write_gguf(path, source, tokenizer=None, tensors=(), **metadata):
+    """The file that llama.cpp's converter makes of a model of the Llama family, in float32."""
+    config, kind = source.config, source.config.model_type
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_name("Tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head_dim)
+    for name, value in metadata.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(name.replace("__", "."), value)
+    if tokenizer is not None:
+        vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        control = set(tokenizer.all_special_tokens)
+        writer.add_token_types([gguf.TokenType.CONTROL if t in control else gguf.TokenType.NORMAL for t in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+        writer.add_chat_template(tokenizer.chat_template)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in source.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if kind == "llama" and (
+            "q_proj" in name or "k_proj" in name
+        ):  # whose rotation there takes neighbours together
+            tensor = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        module, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(module)}.{suffix}", tensor.numpy().copy())
+    for name in tensors:
+        writer.add_tensor(name, np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values"),
+    [
+        (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 777.0}}),
+        (Qwen2Config, {}),
+        (Qwen3Config, {"head_dim": 128}),  # what Transformers takes for granted
+    ],
+)
+def test_gguf(config_class, values, tmp_path, capsys):
+    tokenizer = make_tokenizer()
+    source = make_source(config_class, vocab_size=len(tokenizer), **values)
+    origin = {"general__license": "apache-2.0", "general__base_model__0__repo_url": "https://huggingface.co/some/tiny"}
+    write_gguf(tmp_path / "tiny.gguf", source, tokenizer, **origin)
+    assert lsgpt_cli.main(["convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
+    assert model.config.tie_word_embeddings == values.get("tie_word_embeddings", False)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "to be  12 question<|endoftext|>or not"
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded(text)["input_ids"].count(tokenizer.eos_token_id) == 1
+    assert loaded.apply_chat_template([{"role": "user", "content": "or"}], tokenize=False) == "<user>or"
+    assert metadata_load(tmp_path / "out" / "README.md") == {"license": "apache-2.0", "base_model": "some/tiny"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({"llama__rope__scaling__type": "yarn"}, (), "`llama.rope.scaling.type` .* must be unset.* got 'yarn'"),
+        ({"llama__expert_count": 8}, (), "`llama.expert_count`.*got 8"),
+        ({"llama__attention__sliding_window": 32}, (), "`llama.attention.sliding_window`.*got 32"),
+        ({}, ("rope_freqs.weight",), "must not have `rope_freqs.weight`, the rope scaling of Llama 3.1"),
+        ({}, ("blk.0.attn_q.bias",), "unknown: blk.0.attn_q.bias"),
+    ],
+)
+def test_refused_gguf(metadata, tensors, message, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", make_source(), tensors=tensors, **metadata)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path / "tiny.gguf")
+
+
+def test_broken_gguf_and_missing_package(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_source())
+    with pytest.raises(ValueError, match="name the GGUF file"):
+        load_pretrained(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"the GGUF file .* cannot be read"):
+        load_pretrained(path)
+    path.write_text("text")
+    with pytest.raises(ValueError, match=r"the GGUF file .* cannot be read"):
+        load_pretrained(path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert lsgpt_cli.main(["convert", str(path), str(tmp_path / "out")]) == 2
+    assert "install it: pip install gguf" in capsys.readouterr().err
