@@ -8,6 +8,7 @@ those of the `eager` engine in float32, for the first sequence.
 """
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,7 +49,7 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
         decode(peers[name], cache, shape, 1)  # it drops the part of the prompt that local heads have no use for
         return partial(decode, peers[name], cache, shape, TOKENS)
 
-    gates = []
+    gates: list[Callable[[], None]] = []
     for name, peer in peers.items():
         if is_ours(name):
             family, engine = name.split()

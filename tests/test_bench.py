@@ -263,6 +263,17 @@ def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
         check(benchmark.prepare(shape))
 
 
+@pytest.mark.parametrize("benchmark", [attention, prefill, train])
+def test_wrong_sinks_are_not_timed(benchmark, llama_shape, monkeypatch):
+    def forgets_sinks(*args):
+        return blocked(*args[:-1], None)
+
+    llama_shape.config.num_global_heads = 2
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", forgets_sinks)
+    with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
+        check(benchmark.prepare(llama_shape))
+
+
 @pytest.mark.parametrize("benchmark", [attention, train])
 def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
     monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", wrong_gradient)
