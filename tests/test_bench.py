@@ -485,18 +485,8 @@ def test_llama_is_compared_where_it_is_the_same(llama_shape, values, compared):
 
 def test_a_folder_names_a_shape(llama_shape, tmp_path, capsys):
     llama_shape.config.save_pretrained(tmp_path / "converted")
-    command = [
-        "bench",
-        "prefill",
-        "decode",
-        "--preset",
-        str(tmp_path / "converted"),
-        "--lengths",
-        "75",
-        "--rounds",
-        "1",
-    ]
-    command += ["--budget", "0", "--device", "cpu", "--engines", "sdpa", "--output", str(tmp_path)]
+    command = ["bench", "prefill", "decode", "--preset", str(tmp_path / "converted"), "--lengths", "75"]
+    command += ["--rounds", "1", "--budget", "0", "--device", "cpu", "--engines", "sdpa", "--output", str(tmp_path)]
     assert lsgpt_cli.main(command) == 0
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
