@@ -60,7 +60,7 @@ def test_smollm2():
     assert config.equal_mhsa().num_parameters() == 134_515_008
     share = config.kv_cache_bytes(8192) / config.equal_mhsa().kv_cache_bytes(8192)
     assert share == pytest.approx((8192 + 2 * 128) / (3 * 8192))
-    config = load_preset("smollm2-135m", num_hidden_layers=2)
+    config = load_preset("smollm2-135m", num_hidden_layers=2, vocab_size=4000)
     model = LSGPTForCausalLM(config)
     ids = torch.randint(config.vocab_size, (2, 200))
     with torch.no_grad():

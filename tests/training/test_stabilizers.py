@@ -241,3 +241,6 @@ def test_weight_decay_is_for_matrices(tiny_model, tmp_path, values):
     decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     for name, parameter in trainer.model.named_parameters():
         assert decays[id(parameter)] == (0.1 if parameter.ndim == 2 else 0.0), name
+    # The day when this fails, `LSGPTTrainer` need no longer do it.
+    decayed_by_default = Trainer.get_decay_parameter_names(trainer, trainer.model)
+    assert any(name.endswith(".sinks") for name in decayed_by_default) == trainer.model.config.attention_sinks
