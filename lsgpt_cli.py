@@ -51,7 +51,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     commands.add_parser(
         "bench",
-        help="time the model beside GPT-2 of the same shape: lsgpt bench [NAME ...] [--quick]",
+        help="time the model beside GPT-2 or Llama of the same shape: lsgpt bench [NAME ...] [--quick]",
     )
 
     text = "continue a text with a trained model, as it is written"

@@ -53,7 +53,8 @@ def prepare(shape: Shape) -> Benchmark:
     peers.add_engines(shape, shape.length, 1, make, try_out)
     if shape.device == "cuda":
         peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
-        peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
+        if not config.attention_sinks:  # which `varlen_attn` does not know
+            peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
     gates = [
         partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
         for name, attend in peers.items()

@@ -8,14 +8,15 @@ those of the `eager` engine in float32, for the first sequence.
 """
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, StaticCache
 
-from .gate import check_peer, compare, references
-from .peers import SPARE_POSITIONS, Benchmark, Peer, Shape, build_models
+from .gate import check_peer, compare, llama_gates, references
+from .peers import SPARE_POSITIONS, Benchmark, Peer, Shape, build_models, stock_family
 from .prefill import is_ours
 
 
@@ -28,9 +29,10 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
     # On `flex_attention` a single query goes to `sdpa`.
     shape = shape._replace(engines=tuple(engine for engine in shape.engines if engine != "flex_attention"))
     shape, peers = build_models(shape, "decode")
-    models = {family: peers[f"{family} sdpa"].model for family in ("lsgpt", "mhsa", "gpt2")}
+    stock = stock_family(shape.config)
+    models = {family: peers[f"{family} sdpa"].model for family in ("lsgpt", "mhsa", stock)}
     dynamic = {family: fill(DynamicCache(config=model.config), model, shape) for family, model in models.items()}
-    dynamic |= {"limit": dynamic["lsgpt"], "gpt2-gelu": dynamic["gpt2"]}
+    dynamic |= {"limit": dynamic["lsgpt"], "gpt2-gelu": dynamic[stock]}
     caches = {name: dynamic[name.split(maxsplit=1)[0]] for name in peers}
     if shape.device == "cuda" if compiled is None else compiled:
         for family in ("lsgpt", "mhsa"):
@@ -47,13 +49,16 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
         decode(peers[name], cache, shape, 1)  # it drops the part of the prompt that local heads have no use for
         return partial(decode, peers[name], cache, shape, TOKENS)
 
-    gates = []
+    gates: list[Callable[[], None]] = []
     for name, peer in peers.items():
         if is_ours(name):
             family, engine = name.split()
             gates.append(partial(check_step, name, peer, caches[name], models[family], dynamic[family], shape))
             if engine != "compiled":
                 gates.append(partial(check_peer, name, peer, shape, "decode"))
+    if llama := llama_gates(peers, shape, "decode"):
+        others = (caches["llama sdpa"], models["mhsa"], dynamic["mhsa"], shape)
+        gates += [partial(check_step, "llama sdpa", peers["llama sdpa"], *others), *llama]
     sizes = {family: cache_bytes(dynamic[family]) for family in models}
     return Benchmark({name: partial(run, name) for name in peers}, gates, peers.skipped, TOKENS, sizes)
 

@@ -11,12 +11,13 @@ computation comes on top, where a key too many makes ten times as much.
 """
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-from .peers import Peer, Shape, attention_function, twin
+from .peers import Peer, Shape, attention_function, example_sinks, twin
 
 
 CHECKED_LENGTH = 1024
@@ -55,11 +56,14 @@ def attention_inputs(shape: Shape) -> list[torch.Tensor]:
     ]
 
 
-def dense_attention(query, key, value, rows: torch.Tensor, num_global_heads: int, window: int) -> torch.Tensor:
+def dense_attention(
+    query, key, value, rows: torch.Tensor, num_global_heads: int, window: int, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     Long Short-attention by definition, of the queries at the positions `rows` `(R,)`: outputs `(B, R, H, D)`.
 
     A global head sees the keys `k <= q`, a local one those of `q - window < k <= q`; global heads come first.
+    The exponentials of `sinks` `(H,)` are added to the denominators of the softmax.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -67,7 +71,11 @@ def dense_attention(query, key, value, rows: torch.Tensor, num_global_heads: int
     is_global = torch.arange(query.shape[1], device=key.device)[:, None, None] < num_global_heads
     visible = (distance >= 0) & (is_global | (distance < window))
     logits = query[:, :, rows] @ key.mT * query.shape[-1] ** -0.5
-    return (logits.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2)
 
 
 def check_attention(name: str, attend, shape: Shape, num_global_heads: int, gradients: bool):
@@ -98,7 +106,8 @@ def check_attention(name: str, attend, shape: Shape, num_global_heads: int, grad
         return [output.detach().transpose(1, 2), *found]
 
     def reference(*inputs):
-        return dense_attention(*inputs, rows, num_global_heads, shape.config.sliding_window)
+        sinks = example_sinks(shape.config, num_global_heads, inputs[0])
+        return dense_attention(*inputs, rows, num_global_heads, shape.config.sliding_window, sinks)
 
     if not gradients:
         inputs = [x.detach() for x in inputs]
@@ -130,24 +139,37 @@ def check_peer(name: str, peer: Peer, shape: Shape, task: str):
         RuntimeError: Something differs by more than rounding; the message says what.
     """
     config = peer.model.config
-    if task != "decode":
-        attend = attention_function(config, config._attn_implementation, peer.backend)
-        check_attention(name, attend, shape, config.num_global_heads_per_layer[0], gradients=task == "train")
+    counts = config.num_global_heads_per_layer
+    for count in sorted(set(counts)) if task != "decode" else ():
+        attend = attention_function(config, config._attn_implementation, peer.backend, counts.index(count))
+        check_attention(name, attend, shape, count, gradients=task == "train")
     check_model(name, peer, shape, task)
 
 
-def check_model(name: str, peer: Peer, shape: Shape, task: str):
+def llama_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callable[[], None]]:
+    """
+    The gate of Transformers' Llama, where it is timed and has all the weights: it must be the family `mhsa`, whose
+    biases are 0 here.
+    """
+    config = shape.config
+    is_llama = config.position_embedding_type == "rope" and not config.qk_norm
+    if "llama sdpa" not in peers or not is_llama or config.attn_logit_softcapping is not None:
+        return []
+    return [partial(check_model, "llama sdpa", peers["llama sdpa"], shape, task, peers["mhsa sdpa"].model)]
+
+
+def check_model(name: str, peer: Peer, shape: Shape, task: str, model: nn.Module | None = None):
     """
     Compares a model with its twin on the `eager` engine in float32, on one sequence of at most `CHECKED_LENGTH`
     tokens: in training loss and gradients; otherwise the last three logits, in prefill with a cache to fill, in
-    decoding of a prompt and two single tokens. The reference has no cache.
+    decoding of a prompt and two single tokens. The reference has no cache. It is made from `model`, if that is given.
 
     Raises:
         RuntimeError: Something differs by more than rounding; the message says what.
     """
     torch.manual_seed(0)
     ids = shape._replace(batch_size=1, length=min(shape.length, CHECKED_LENGTH)).token_ids()
-    exact, plain = references(peer.model)
+    exact, plain = references(peer.model if model is None else model)
 
     with torch.set_grad_enabled(task == "train"):
         actual = {"prefill": _prefill, "train": _train, "decode": _decode}[task](peer, ids)
@@ -165,8 +187,9 @@ def references(model: nn.Module) -> tuple[Peer, Peer | None]:
 
 def _train(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     output = peer(input_ids=ids, labels=ids, use_cache=False)
-    # Matrices only: the gradient of a bias of keys is nothing but rounding.
-    weights = {name: weight for name, weight in peer.model.named_parameters() if weight.ndim == 2}
+    # Matrices and sinks: the gradient of a bias of keys is nothing but rounding.
+    parameters = peer.model.named_parameters()
+    weights = {name: weight for name, weight in parameters if weight.ndim == 2 or name.endswith(".sinks")}
     gradients = torch.autograd.grad(output.loss, list(weights.values()))
     return {"loss": output.loss, **{f"gradient of {name}": gradient for name, gradient in zip(weights, gradients)}}
 

@@ -1,9 +1,9 @@
 """Peak memory of one training step on the CPU: `lsgpt bench memory`.
 
 Two questions: how it grows with the length, with local heads only and with global heads only; and what a model takes
-beside plain multi-head attention in the same code and beside GPT-2, with logits on both sides and as `lsgpt train`
-runs it. Each figure comes from a process of its own, because the operating system only remembers a process's highest
-peak.
+beside plain multi-head attention in the same code and beside GPT-2 or Llama, with logits on both sides and as
+`lsgpt train` runs it. Each figure comes from a process of its own, because the operating system only remembers a
+process's highest peak.
 """
 
 import argparse
@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from lsgpt.configuration import load_preset
 from lsgpt.training.report import peak_memory
 
-from .peers import gpt2_config
+from .peers import PAIRS, STOCK, gpt2_config, llama_config, load_shape, stock_family
 from .record import OUTPUT, begin_result, write_result
 
 
@@ -27,17 +26,8 @@ GROWTH = {
 }
 """Models whose memory is measured over the length: fields of the preset `paper-v1` to replace."""
 
-FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2")
-"""Models that are compared, of one shape; `lsgpt.benchmarks.peers.FAMILIES` says what they are."""
-
-PAIRS = (
-    ("lsgpt", "mhsa"),
-    ("lsgpt", "gpt2"),
-    ("mhsa", "gpt2"),
-    ("lsgpt-no-logits", "mhsa"),
-    ("lsgpt-no-logits", "gpt2"),
-)
-"""Models whose peaks are compared."""
+FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa")
+"""Models that are compared, of one shape, with each other and with Transformers' own."""
 
 
 def peak_of_training_step(name: str, length: int, preset: str) -> float:
@@ -45,16 +35,16 @@ def peak_of_training_step(name: str, length: int, preset: str) -> float:
     Bytes that one forward and backward pass adds, at its peak.
 
     Args:
-        name: One of `GROWTH` or `FAMILIES`.
+        name: One of `GROWTH` or `FAMILIES`, or `"gpt2"` or `"llama"`.
         length: Tokens of the one sequence.
-        preset: The shape of `FAMILIES`.
+        preset: The shape but of `GROWTH`, as of `load_shape`.
     """
     torch.manual_seed(0)
     fields = GROWTH.get(name, {"num_global_heads": "all"} if name == "mhsa" else {})
-    config = load_preset("paper-v1" if name in GROWTH else preset, max_position_embeddings=length, **fields)
+    config = load_shape("paper-v1" if name in GROWTH else preset, max_position_embeddings=length, **fields)
     options = {"skip_logits": True} if name == "lsgpt-no-logits" else {}
-    if name == "gpt2":
-        config = gpt2_config(config)
+    if name in STOCK:
+        config = (llama_config if name == "llama" else gpt2_config)(config)
     model = AutoModelForCausalLM.from_config(config).train()
     model.loss_type = "ForCausalLM"  # the one that GPT-2 takes anyway, after a warning
 
@@ -84,12 +74,18 @@ def main(arguments: list[str]):
     parser = argparse.ArgumentParser(prog="lsgpt bench memory", description=__doc__.splitlines()[0])
     parser.add_argument("--growth_lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="of the comparison")
-    parser.add_argument("--preset", default="gpt2-small", help="shape of the comparison; default: %(default)s")
+    parser.add_argument(
+        "--preset",
+        default="gpt2-small",
+        metavar="PRESET_OR_FOLDER",
+        help="shape of the comparison; default: %(default)s",
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT / "memory.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
     result, peaks = begin_result("memory", *arguments) | {"rows": [], "ratios": []}, {}
-    for name in (*GROWTH, *FAMILIES):
+    families = (*FAMILIES, stock_family(load_shape(options.preset)))
+    for name in (*GROWTH, *families):
         for length in options.growth_lengths if name in GROWTH else options.lengths:
             peak = in_own_process(peak_of_training_step, name, length, options.preset)
             peaks[name, length] = peak
@@ -100,7 +96,7 @@ def main(arguments: list[str]):
             print(f"{name:<20}{length:8d} tokens {peak / 2**20:8.0f} MiB {per_token:8.1f} KiB a token", flush=True)
 
     for length in options.lengths:
-        for pair in PAIRS:
+        for pair in (pair for pair in PAIRS if set(pair) <= set(families)):
             share = peaks[pair[0], length] / peaks[pair[1], length]
             result["ratios"].append({"tokens": length, "families": pair, "share": share})
             print(f"{' / '.join(pair):<28}{length:8d} tokens {share:8.2f}")

@@ -1,7 +1,8 @@
 """The models that are timed against each other, all of one shape.
 
 A peer's name is a family of `FAMILIES` and an engine. In training all of them compute the logits of all tokens, so
-that their times can be compared; LSGPT without them is a family of its own.
+that their times can be compared; LSGPT without them is a family of its own. Beside them stands the model of
+Transformers that has the same blocks: Llama for those with RMSNorm and gated MLPs, GPT-2 for others.
 """
 
 import copy
@@ -9,18 +10,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils import is_flash_attn_2_available
 
+from lsgpt.configuration import list_presets, load_config, load_preset
 from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, describe_visibility, plan_attention
-from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
+from lsgpt.modeling_lsgpt.engines_lsgpt import NO_SINK, Heads
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -30,6 +34,7 @@ FAMILIES = {
     "mhsa": "plain multi-head attention: LSGPT's code and weights with all heads global",
     "gpt2": "Transformers' GPT-2 of the same shape",
     "gpt2-gelu": "GPT-2 with LSGPT's activation function, which is faster than GPT-2's own",
+    "llama": "Transformers' Llama of the same shape, with LSGPT's weights",
     "limit": "LSGPT without its local heads' attention: a bound that it cannot beat",
     "telemetry": "LSGPT with the largest logit of every head measured in each step",
 }
@@ -37,6 +42,28 @@ FAMILIES = {
 
 BASELINES = ("lsgpt", "mhsa")
 """Families that are always timed: they differ in nothing but the kinds of heads."""
+
+STOCK = ("gpt2", "gpt2-gelu", "llama")
+"""Families that are models of Transformers; which of them a model is timed beside depends on its blocks."""
+
+PAIRS = (
+    ("lsgpt", "mhsa"),
+    ("lsgpt", "gpt2"),
+    ("mhsa", "gpt2"),
+    ("lsgpt", "llama"),
+    ("mhsa", "llama"),
+    ("lsgpt-no-logits", "mhsa"),
+    ("lsgpt-no-logits", "gpt2"),
+    ("lsgpt-no-logits", "llama"),
+    ("lsgpt-no-logits", "lsgpt"),
+    ("lsgpt", "gpt2-gelu"),
+    ("lsgpt", "limit"),
+    ("limit", "gpt2"),
+    ("limit", "llama"),
+    ("limit", "mhsa"),
+    ("telemetry", "lsgpt"),
+)
+"""Families that are compared."""
 
 ENGINES = ("sdpa", "eager", "flex_attention", "flash_attention_2", "triton")
 """All engines. `eager` is timed for `mhsa` only: it computes local heads densely, as a reference."""
@@ -211,8 +238,6 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     shape, training = shape._replace(config=config), task == "train"
     torch.manual_seed(0)
     model = new_model(config, "sdpa", shape).train(training)
-    gpt2 = new_model(gpt2_config(config), "sdpa", shape).train(training)
-    gpt2.loss_type = "ForCausalLM"  # the one that it takes anyway, after a warning
 
     def try_out(peer: Peer):
         ids = torch.randint(config.vocab_size, (1, min(shape.length, 2 * config.sliding_window + 1)))
@@ -233,9 +258,14 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
         lambda config, engine, backend: Peer(twin(model, engine, config), backend=backend),
         try_out,
     )
-    peers["gpt2 sdpa"] = Peer(gpt2)
-    peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
-    peers["gpt2-gelu sdpa"].model.loss_type = "ForCausalLM"
+    if stock_family(config) == "llama":
+        peers["llama sdpa"] = Peer(twin(model, "sdpa", llama_config(config)))
+    else:
+        gpt2 = new_model(gpt2_config(config), "sdpa", shape).train(training)
+        peers["gpt2 sdpa"] = Peer(gpt2)
+        peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
+        for peer in (peers["gpt2 sdpa"], peers["gpt2-gelu sdpa"]):
+            peer.model.loss_type = "ForCausalLM"  # the one that it takes anyway, after a warning
     peers["limit sdpa"] = make_limit(model)
     if training:
         for name, peer in list(peers.items()):
@@ -252,14 +282,52 @@ def new_model(config: PreTrainedConfig, engine: str, shape: Shape) -> nn.Module:
 
 
 def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) -> nn.Module:
-    """A model with the very parameters of `model`, on another engine or with another configuration."""
+    """
+    A model with the very parameters of `model`, on another engine or with another configuration, which may have no
+    place for some of them: sinks without local heads, and in Llama biases and norms of queries and keys.
+    """
     weight = model.lm_head.weight
     config = copy.deepcopy(model.config if config is None else config)
     with no_init_weights():
         other = AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=weight.dtype)
     other.to(weight.device).train(model.training)
-    other.load_state_dict(dict(model.named_parameters(remove_duplicate=False)), assign=True)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing, _ = other.load_state_dict(parameters, strict=False, assign=True)
+    assert not missing, missing
     return other
+
+
+def load_shape(name: str, **overrides) -> LSGPTConfig:
+    """
+    The configuration of a preset, or of the checkpoint in a folder, with fields to replace as in `load_preset`. Raises
+    `ValueError` where there is neither.
+    """
+    is_folder = name not in list_presets() and Path(name).is_dir()
+    return (load_config if is_folder else load_preset)(name, **overrides)
+
+
+def stock_family(config: LSGPTConfig) -> str:
+    """The family with the blocks of `config`: `"llama"` for RMSNorm and gated MLPs, `"gpt2"` for all others."""
+    return "llama" if config.norm_type == "rms_norm" and config.gated_mlp else "gpt2"
+
+
+def llama_config(config: LSGPTConfig) -> LlamaConfig:
+    """Transformers' Llama with the layers, heads, widths, positions and vocabulary of `config`."""
+    fields = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rope_parameters",
+        "tie_word_embeddings",
+    )
+    same = {name: copy.deepcopy(getattr(config, name)) for name in fields}
+    return LlamaConfig(**same, rms_norm_eps=config.layer_norm_eps, bos_token_id=None, eos_token_id=None)
 
 
 def gpt2_config(config: LSGPTConfig, activation: str = "gelu_new") -> GPT2Config:
@@ -301,21 +369,34 @@ def _attend_globally(layer, hidden_states, attention_plan, position_embeddings=N
     return layer.o_proj(torch.cat(outputs, dim=2).flatten(2)), None
 
 
-def attention_function(config: LSGPTConfig, engine: str, backend: SDPBackend | None = None) -> Callable:
+def example_sinks(config: LSGPTConfig, num_global_heads: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Sinks `(H,)` of a layer, as `Heads` has them, which differ and are exact in every precision; `None` without."""
+    num_local_heads = config.num_attention_heads - num_global_heads
+    if not config.attention_sinks or num_local_heads == 0:
+        return None
+    sinks = torch.arange(num_local_heads, device=like.device, dtype=like.dtype) % 5 - 2
+    return F.pad(sinks, (num_global_heads, 0), value=NO_SINK)
+
+
+def attention_function(
+    config: LSGPTConfig, engine: str, backend: SDPBackend | None = None, layer_idx: int = 0
+) -> Callable:
     """
-    The attention of one layer, as the model computes it, the making of the masks included: a function of query
-    `(B, H, T, D)`, key and value `(B, H_kv, T, D)` that returns outputs `(B, T, H, D)`.
+    The attention of one layer, with `example_sinks` if the model has sinks, as the model computes it, the making of
+    the masks included: a function of query `(B, H, T, D)`, key and value `(B, H_kv, T, D)` that returns outputs
+    `(B, T, H, D)`.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = engine
     with torch.device("meta"):  # the projections are not used
-        layer = LSGPTAttention(config, 0).eval()
+        layer = LSGPTAttention(config, layer_idx).eval()
 
     def attend(query, key, value):
         with _only(backend):
             visibility = describe_visibility(config, query.new_empty(query.shape[0], query.shape[2], 0))
             plan = plan_attention(config, visibility)
-            heads = Heads(tuple(layer.head_groups), query, key, value)
+            sinks = example_sinks(config, config.num_global_heads_per_layer[layer_idx], query)
+            heads = Heads(tuple(layer.head_groups), query, key, value, sinks)
             return layer.attend(plan.calls(heads, heads.split()), plan).output
 
     return attend

@@ -7,7 +7,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 
-COMPARED_WITH = {"mhsa": "multi-head attention in the same code", "gpt2": "Transformers' GPT-2"}
+COMPARED_WITH = {
+    "mhsa": "multi-head attention in the same code",
+    "gpt2": "Transformers' GPT-2",
+    "llama": "Transformers' Llama",
+}
 """Families that others are compared with, one pair of axes each."""
 
 TITLES = {

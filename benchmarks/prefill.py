@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from .gate import check_peer
+from .gate import check_peer, llama_gates
 from .peers import Benchmark, Peer, Shape, build_models
 
 
@@ -18,9 +18,10 @@ def prepare(shape: Shape) -> Benchmark:
         peer(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     gates = [partial(check_peer, name, peer, shape, "prefill") for name, peer in peers.items() if is_ours(name)]
+    gates += llama_gates(peers, shape, "prefill")
     return Benchmark({name: partial(partial, run, peer) for name, peer in peers.items()}, gates, peers.skipped)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a peer must agree with the reference: GPT-2 has other weights, and `limit` leaves attention out."""
+    """Whether a peer must agree with the reference; Llama has a gate of its own, GPT-2 other weights."""
     return name.split(maxsplit=1)[0] in ("lsgpt", "mhsa")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.configuration import load_preset
 from lsgpt.utilities import suggest
 
 from . import attention, decode, prefill, train
 from .floor import floor_seconds, measure_rates
-from .peers import BASELINES, ENGINES, FAMILIES, Shape
+from .peers import BASELINES, ENGINES, FAMILIES, PAIRS, STOCK, Shape, load_shape, stock_family
 from .plots import plot_ratios
 from .record import OUTPUT, begin_result, write_result
-from .targets import LENGTHS, TARGETS
+from .targets import LENGTHS, find_targets
 from .timing import fastest, measure, ratio
 
 
@@ -30,24 +29,9 @@ BENCHMARKS = {
 APART = ("memory", "telemetry", "long_context")
 """Modules with measurements of their own kind, and with options of their own."""
 
-PAIRS = (
-    ("lsgpt", "mhsa"),
-    ("lsgpt", "gpt2"),
-    ("mhsa", "gpt2"),
-    ("lsgpt-no-logits", "mhsa"),
-    ("lsgpt-no-logits", "gpt2"),
-    ("lsgpt-no-logits", "lsgpt"),
-    ("lsgpt", "gpt2-gelu"),
-    ("lsgpt", "limit"),
-    ("limit", "gpt2"),
-    ("limit", "mhsa"),
-    ("telemetry", "lsgpt"),
-)
-"""Families whose times are compared, the fastest peer of each."""
-
 QUICK_LENGTHS = (2048,)
 
-QUICK_FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2")
+QUICK_FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2", "llama")
 
 TRAIN_LIMIT = 8192
 """Longest training step that the suite runs on a CPU by itself: the logits of longer ones fill the memory."""
@@ -57,8 +41,10 @@ SHAPE_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "num_key_value_heads",
     "num_global_heads",
     "sliding_window",
+    "attention_sinks",
     "intermediate_size",
 )
 """What the results say about the model."""
@@ -69,7 +55,7 @@ def run(
     shape: Shape,
     budget: float,
     min_rounds: int = 3,
-    judged: bool = False,
+    targets: dict | None = None,
     rates: tuple[float, float] | None = None,
     families: tuple[str, ...] = tuple(FAMILIES),
 ) -> dict:
@@ -80,7 +66,7 @@ def run(
         name: One of `BENCHMARKS`.
         shape: What is benchmarked.
         budget, min_rounds: As of `measure`.
-        judged: Whether the shape is the one that the targets are for.
+        targets: The targets for the shape, as `lsgpt.benchmarks.targets` has them.
         rates: Those of the device, for the floor.
         families: Those of `FAMILIES` to time besides `BASELINES`; the gates are for all.
 
@@ -111,7 +97,7 @@ def run(
         "gates": len(benchmark.gates),
         "seconds": seconds,
         "skipped": benchmark.skipped,
-        "ratios": compare_peers(name, shape, seconds, benchmark.cache_bytes, judged),
+        "ratios": compare_peers(name, shape, seconds, benchmark.cache_bytes, targets or {}),
     }
     if benchmark.cache_bytes:
         row["cache_bytes"] = benchmark.cache_bytes
@@ -122,13 +108,13 @@ def run(
 
 
 def compare_peers(
-    name: str, shape: Shape, seconds: dict[str, list[float]], cache_bytes: dict[str, int], judged: bool
+    name: str, shape: Shape, seconds: dict[str, list[float]], cache_bytes: dict[str, int], targets: dict
 ) -> list[dict]:
-    """The ratios of `PAIRS`, and of the bytes of caches, with their targets where `judged`."""
+    """The ratios of `PAIRS`, and of the bytes of caches, with their targets."""
     ratios = []
 
     def add(benchmark, pair, names, figures):
-        target = TARGETS.get((shape.device, benchmark, *pair), {}).get(shape.length) if judged else None
+        target = targets.get((shape.device, benchmark, *pair), {}).get(shape.length)
         met = None if target is None else figures["median"] <= target
         ratios.append(
             {"benchmark": benchmark, "families": pair, "peers": names, **figures, "target": target, "met": met}
@@ -138,7 +124,7 @@ def compare_peers(
         names = [fastest(seconds, family) for family in pair]
         if None not in names:
             add(name, pair, names, ratio(*(seconds[peer] for peer in names)))
-    for other in ("mhsa", "gpt2") if cache_bytes else ():
+    for other in (family for family in cache_bytes if family != "lsgpt"):
         share = cache_bytes["lsgpt"] / cache_bytes[other]
         add("cache", ("lsgpt", other), ["lsgpt", other], {"median": share, "low": share, "high": share})
     return ratios
@@ -165,7 +151,9 @@ def print_row(row: dict):
 
 def print_summary(rows: list[dict]):
     """Prints what LSGPT takes as a share of the baselines, each benchmark and length in a line."""
-    columns = {"mhsa": "multi-head attention", "gpt2": "GPT-2"}
+    columns = {"mhsa": "multi-head attention", "gpt2": "GPT-2", "llama": "Llama"}
+    timed = {family for row in rows for x in row["ratios"] for family in x["families"]}
+    columns = {family: title for family, title in columns.items() if family in timed}
     print("\nShare of what others take: 0.5 is half, below 1 LSGPT is better.")
     print(f"  {'':<36}{'tokens':>8}{'':4}" + "".join(f"{title:<24}" for title in columns.values()))
     for row in rows:
@@ -207,8 +195,8 @@ def main(arguments: list[str]):
         return
     parser = argparse.ArgumentParser(
         prog="lsgpt bench",
-        description="Time LSGPT beside multi-head attention and GPT-2 of the same shape, after checking that it "
-        "computes the right thing, and save the ratios.",
+        description="Time LSGPT beside multi-head attention and beside GPT-2 or Llama of the same shape, "
+        "whichever has the same blocks, after checking that it computes the right thing, and save the ratios.",
         epilog=f"{', '.join(APART)} have options of their own: lsgpt bench NAME --help.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all of them")
@@ -217,7 +205,12 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--quick", action="store_true", help="a first look in about a minute: one layer, 2,048 tokens, few rounds"
     )
-    parser.add_argument("--preset", default="gpt2-small", help="the model's shape; default: %(default)s")
+    parser.add_argument(
+        "--preset",
+        default="gpt2-small",
+        metavar="PRESET_OR_FOLDER",
+        help="the model's shape: that of a preset or of the checkpoint in a folder; default: %(default)s",
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; with --quick sdpa")
     parser.add_argument(
         "--budget",
@@ -246,18 +239,32 @@ def main(arguments: list[str]):
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device cuda` needs a GPU that PyTorch can use; there is none")
 
-    config = load_preset(options.preset)
+    config = load_shape(options.preset)
+    times_one_layer = options.quick or "attention" in (options.names or BENCHMARKS)
+    if times_one_layer and len(set(config.num_global_heads_per_layer)) > 1:
+        raise ValueError(
+            "`attention` and `--quick` time one layer for all, and the layers of this model differ in their global "
+            "heads; name other benchmarks: lsgpt bench prefill decode train"
+        )
+    stock = stock_family(config)
+    others = {family for family in STOCK if not family.startswith(stock)}
+    if found := others.intersection(options.families or ()):
+        raise ValueError(
+            f"`--families` must fit the model's blocks, which are those of {stock}; got {', '.join(found)}"
+        )
     stem = f"bench-{device}"
     if options.quick:
         # One layer with its share of the output matrix: about the same ratios in a fraction of the time.
         layers = config.num_hidden_layers
-        config = load_preset(options.preset, num_hidden_layers=1, vocab_size=config.vocab_size // layers)
+        fields = {"num_hidden_layers": 1, "num_global_heads": config.num_global_heads_per_layer[0]}
+        config = load_shape(options.preset, **fields, vocab_size=config.vocab_size // layers)
         stem += "-quick"
         print(f"A first look, with 1 layer of {layers}: the ratios are only about those of the whole model.")
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    families = options.families or (QUICK_FAMILIES if options.quick else tuple(FAMILIES))
+    families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
+    families = tuple(family for family in families if family not in others)
     budget = options.budget if options.budget is not None else 3.0 if options.quick else 120.0
     rates = measure_rates(device, dtype) if device == "cuda" else None
     result = begin_result(*arguments) | {
@@ -272,6 +279,7 @@ def main(arguments: list[str]):
         "rates": rates,
         "rows": [],
     }
+    targets = {} if options.quick else find_targets(options.preset, config)
     explain(families, device)
     for name in options.names or BENCHMARKS:
         for length in lengths:
@@ -279,10 +287,9 @@ def main(arguments: list[str]):
                 continue
             batch_size = 1 if device == "cpu" else 16 if name == "decode" else max(1, 16384 // length)
             shape = Shape(config, length, batch_size, device, dtype, tuple(dict.fromkeys(("sdpa", *engines))))
-            judged = options.preset == "gpt2-small" and not options.quick
             print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
             rounds = options.rounds or (2 if options.quick else 3)
-            row = run(name, shape, budget, rounds, judged, rates, families)
+            row = run(name, shape, budget, rounds, targets, rates, families)
             print_row(row)
             result["rows"].append(row)
             save(result, options.output, stem)

@@ -1,5 +1,8 @@
 """The ratios that the engines must reach."""
 
+from lsgpt.configuration import LSGPTConfig, load_preset
+
+
 TARGETS = {
     ("cpu", "attention", "lsgpt", "mhsa"): {2048: 0.33, 8192: 0.17, 32768: 0.12},
     ("cpu", "prefill", "lsgpt", "gpt2"): {2048: 0.88, 8192: 0.66, 32768: 0.36},
@@ -24,5 +27,24 @@ without logits, beside a GPT-2 that computes them; the ratio with logits on both
 that to `mhsa`, which says what the kinds of heads alone bring.
 """
 
+SMOLLM2_TARGETS = {
+    ("cpu", "prefill", "lsgpt", "llama"): {8192: 0.65},
+    ("cpu", "decode", "lsgpt", "llama"): {8192: 0.45},
+    ("cpu", "cache", "lsgpt", "llama"): {8192: 0.20},
+}
+"""The same for SmolLM2-135M with at most a sixth of its key/value heads global and windows of at most 128 tokens."""
+
 LENGTHS = (2048, 8192, 32768)
-"""Tokens at which there are targets."""
+"""Tokens at which there are targets for `gpt2-small`."""
+
+
+def find_targets(preset: str, config: LSGPTConfig) -> dict:
+    """The targets for a model, whose shape comes from `preset`: `TARGETS`, `SMOLLM2_TARGETS`, or none."""
+    if preset == "gpt2-small":
+        return TARGETS
+    smollm2 = load_preset("smollm2-135m")
+    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    is_smollm2 = all(getattr(config, name) == getattr(smollm2, name) for name in (*fields, "intermediate_size"))
+    num_heads = config.num_hidden_layers * config.num_attention_heads
+    is_small = 6 * sum(config.num_global_heads_per_layer) <= num_heads and config.sliding_window <= 128
+    return SMOLLM2_TARGETS if is_smollm2 and is_small else {}

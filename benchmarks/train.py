@@ -10,7 +10,7 @@ import torch
 
 from lsgpt.modeling_lsgpt import MaxLogits
 
-from .gate import check_model, check_peer
+from .gate import check_model, check_peer, llama_gates
 from .peers import Benchmark, Peer, Shape, build_models
 from .prefill import is_ours
 
@@ -22,7 +22,10 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
     # A learning rate of 0 costs the same and leaves the weights as the gates have seen them. Peers with shared weights
     # share their optimizer too.
     shared = torch.optim.AdamW(peers["lsgpt sdpa"].model.parameters(), lr=0.0, fused=True)
-    own = torch.optim.AdamW(peers["gpt2 sdpa"].model.parameters(), lr=0.0, fused=True)
+    optimizers = dict.fromkeys(peers, shared)
+    if "gpt2 sdpa" in peers:
+        own = torch.optim.AdamW(peers["gpt2 sdpa"].model.parameters(), lr=0.0, fused=True)
+        optimizers |= {name: own for name in peers if name.startswith("gpt2")}
 
     def step(peer: Peer, optimizer: torch.optim.Optimizer):
         peer(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -37,15 +40,14 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
         logits.stop()
 
     gates = [partial(check_peer, name, peer, shape, "train") for name, peer in peers.items() if is_ours(name)]
+    gates += llama_gates(peers, shape, "train")
     # Their attention is that of `lsgpt`; their loss is another one.
     gates += [
         partial(check_model, name, peer, shape, "train")
         for name, peer in peers.items()
         if name.startswith("lsgpt-no-logits ")
     ]
-    runs = {
-        name: partial(partial, step, peer, own if name.startswith("gpt2") else shared) for name, peer in peers.items()
-    }
+    runs = {name: partial(partial, step, peer, optimizers[name]) for name, peer in peers.items()}
     if shape.device == "cuda" if telemetry is None else telemetry:
         for name, peer in peers.items():
             if name.startswith("lsgpt "):

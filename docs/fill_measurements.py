@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
-from lsgpt.benchmarks.targets import LENGTHS, TARGETS
+from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
 
 
 PAGE = Path(__file__).parent / "measurements.md"
@@ -35,6 +35,7 @@ NAMES = {
     "lsgpt-no-logits": "LSGPT without logits",
     "mhsa": "MHSA",
     "gpt2": "GPT-2",
+    "llama": "Llama",
     "limit": "bound",
 }
 
@@ -45,8 +46,13 @@ def read(name: str) -> dict:
 
 
 def read_ratios(folder: str) -> dict:
-    """The ratios in a file of the suite, by benchmark, families and length, each with its number of `rounds`."""
+    """
+    The ratios in a file of the suite, by benchmark, families and length, each with its number of `rounds`; none where
+    there is no file.
+    """
     ratios = {}
+    if not (RESULTS / f"bench/{folder}/bench-cpu.json").exists():
+        return ratios
     for row in read(f"bench/{folder}/bench-cpu.json")["rows"]:
         rounds = len(next(iter(row["seconds"].values())))
         for x in row["ratios"]:
@@ -118,6 +124,18 @@ def targets() -> str:
     return table("benchmark | tokens | ratio | measured | target, at most | met", rows)
 
 
+def smollm2() -> str:
+    """A converted model as a share of Transformers' Llama."""
+    ratios, rows = read_ratios("smollm2"), []
+    for (_, benchmark, *pair), lengths in SMOLLM2_TARGETS.items():
+        for length, target in lengths.items():
+            x = ratios.get((benchmark, *pair, length))
+            met = MISSING if x is None else "yes" if x["median"] <= target else "no"
+            rows.append([benchmark, f"{length:,}", with_spread(x, 3), target, met])
+    header = "benchmark | tokens | LSGPT / Llama | target, at most | met"
+    return table(header, rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
+
+
 def growth() -> str:
     """Memory of a training step over the length."""
     found = {(row["model"], row["tokens"]): row for row in read("memory.json")["rows"]}
@@ -138,9 +156,10 @@ def growth() -> str:
 def memory() -> str:
     """Memory of a training step, in one shape."""
     found = {(row["model"], row["tokens"]): row["peak_bytes"] for row in read("memory.json")["rows"]}
-    lengths = sorted({length for name, length in found if name in FAMILIES})
+    families = (*FAMILIES, "gpt2")
+    lengths = sorted({length for name, length in found if name in families})
     rows = []
-    for name in FAMILIES:
+    for name in families:
         for length in lengths:
             peak = found.get((name, length))
             cells = [f"{peak / length / 2**10:,.0f} KiB" if peak else MISSING]
@@ -195,7 +214,7 @@ def books() -> str:
     return table(header, rows, "books/results.json")
 
 
-TABLES = (speed, targets, growth, memory, long_context, telemetry, books)
+TABLES = (speed, targets, smollm2, growth, memory, long_context, telemetry, books)
 
 
 def fill(page: str) -> str:

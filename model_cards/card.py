@@ -21,7 +21,7 @@ from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
-from lsgpt.utilities import compare_costs, describe, table
+from lsgpt.utilities import compare_costs, describe, has_sinks, table
 
 
 HEADS_PICTURE = "heads.png"
@@ -278,6 +278,7 @@ def _describe_model(config: LSGPTConfig) -> dict:
         "global_heads": sum(config.num_global_heads_per_layer),
         "local_heads": sum(config.num_attention_heads - count for count in config.num_global_heads_per_layer),
         "window": f"{config.sliding_window:,}",
+        "has_sinks": has_sinks(config),
         "positions": f"{positions:,}",
         "costs": compare_costs(config, positions),
     }

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import modeling_utils
 
 import lsgpt_cli
-from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, timing, train
+from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, targets, timing, train
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM, describe_visibility, engines_lsgpt, plan_attention
@@ -21,6 +21,14 @@ from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 def shape():
     """Longer than two windows and no multiple of a block, so that local heads take the blocked path."""
     return Shape(load_preset("demo", sliding_window=20), length=75, batch_size=2, engines=("sdpa",))
+
+
+@pytest.fixture
+def llama_shape():
+    """Blocks of Llama with sinks, and layers that differ in their global heads, as in a converted model."""
+    fields = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+    fields |= {"num_global_heads": [2, 0], "sliding_window": 20, "intermediate_size": 80}
+    return Shape(load_preset("smollm2-135m", **fields), length=75, engines=("sdpa",))
 
 
 def check(benchmark):
@@ -67,16 +75,16 @@ def test_command(tmp_path, capsys):
 def test_quick_look_explains_itself_and_judges_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(suite, "QUICK_LENGTHS", (40,))
     monkeypatch.setattr(suite, "LENGTHS", (40,))
-    monkeypatch.setitem(suite.TARGETS, ("cpu", "attention", "lsgpt", "mhsa"), {40: 0.0})
+    monkeypatch.setitem(targets.TARGETS, ("cpu", "attention", "lsgpt", "mhsa"), {40: 0.0})
     smaller = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6}
-    monkeypatch.setattr(suite, "load_preset", lambda name, **fields: load_preset(name, **{**fields, **smaller}))
+    monkeypatch.setattr(peers, "load_preset", lambda name, **fields: load_preset(name, **{**fields, **smaller}))
     monkeypatch.setattr("sys.argv", ["lsgpt"])
     command = ["bench", "attention", "train", "--device", "cpu", "--budget", "0", "--output", str(tmp_path)]
     assert lsgpt_cli.main([*command, "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "target" not in printed.lower() and "MISSED" not in printed
     for family in suite.QUICK_FAMILIES:
-        assert peers.FAMILIES[family] in printed
+        assert (peers.FAMILIES[family] in printed) == (family != "llama")  # the blocks are GPT-2's
     assert "bound" not in printed and "GPT-2's own" not in printed  # they are not timed
     lines = [line.split() for line in printed.splitlines() if line.startswith("  train, ")]
     assert [line[:-3] for line in lines] == [
@@ -104,7 +112,7 @@ def test_plots_show_words_and_measured_lengths(tmp_path, monkeypatch):
     rows = [
         {
             "length": length,
-            "ratios": suite.compare_peers("prefill", shape._replace(length=length), seconds, {}, judged=True),
+            "ratios": suite.compare_peers("prefill", shape._replace(length=length), seconds, {}, targets.TARGETS),
         }
         for length in (2048, 8192)
     ]
@@ -207,7 +215,7 @@ def test_ratios_of_given_times():
         "limit sdpa": [2.0, 2.0, 1.0],
     }
     shape = Shape(load_preset("gpt2-small"), 2048)
-    ratios = suite.compare_peers("prefill", shape, seconds, {}, judged=True)
+    ratios = suite.compare_peers("prefill", shape, seconds, {}, targets.TARGETS)
     found = {x["families"]: x for x in ratios}
     assert found.keys() == {("lsgpt", "mhsa"), ("lsgpt", "limit"), ("limit", "mhsa")}
     ours = found["lsgpt", "mhsa"]
@@ -218,15 +226,15 @@ def test_ratios_of_given_times():
     assert (found["lsgpt", "limit"]["median"], found["lsgpt", "limit"]["met"]) == (2.0, False)
     assert found["lsgpt", "limit"]["target"] == 1.06
 
-    on_cuda = suite.compare_peers("prefill", shape._replace(device="cuda"), seconds, {}, judged=True)
+    on_cuda = suite.compare_peers("prefill", shape._replace(device="cuda"), seconds, {}, targets.TARGETS)
     assert [(x["target"], x["met"]) for x in on_cuda if x["families"] == ("lsgpt", "mhsa")] == [(0.95, True)]
-    assert not any(x["target"] for x in suite.compare_peers("prefill", shape, seconds, {}, judged=False))
+    assert not any(x["target"] for x in suite.compare_peers("prefill", shape, seconds, {}, {}))
 
-    cache = suite.compare_peers("decode", shape, {}, {"lsgpt": 129, "mhsa": 500, "gpt2": 1000}, judged=True)
+    cache = suite.compare_peers("decode", shape, {}, {"lsgpt": 129, "mhsa": 500, "gpt2": 1000}, targets.TARGETS)
     assert [(x["median"], x["target"], x["met"]) for x in cache] == [(0.258, None, None), (0.129, 0.128, False)]
 
     seconds = {"lsgpt sdpa": [4.0], "lsgpt-no-logits sdpa": [3.0], "mhsa sdpa": [5.0], "gpt2 sdpa": [4.0]}
-    found = {x["families"]: x for x in suite.compare_peers("train", shape, seconds, {}, judged=True)}
+    found = {x["families"]: x for x in suite.compare_peers("train", shape, seconds, {}, targets.TARGETS)}
     assert (found["lsgpt", "gpt2"]["median"], found["lsgpt", "gpt2"]["target"]) == (1.0, None)
     assert (found["lsgpt-no-logits", "gpt2"]["median"], found["lsgpt-no-logits", "gpt2"]["target"]) == (0.75, 0.78)
     assert (found["lsgpt", "mhsa"]["median"], found["mhsa", "gpt2"]["median"]) == (0.8, 1.25)
@@ -253,6 +261,17 @@ def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
     monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", narrow_window)
     with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
         check(benchmark.prepare(shape))
+
+
+@pytest.mark.parametrize("benchmark", [attention, prefill, train])
+def test_wrong_sinks_are_not_timed(benchmark, llama_shape, monkeypatch):
+    def forgets_sinks(*args):
+        return blocked(*args[:-1], None)
+
+    llama_shape.config.num_global_heads = 2
+    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", forgets_sinks)
+    with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
+        check(benchmark.prepare(llama_shape))
 
 
 @pytest.mark.parametrize("benchmark", [attention, train])
@@ -420,7 +439,82 @@ def test_training_leaves_the_weights(shape):
     assert all(x.grad is None for x in model.parameters())
 
 
+@pytest.mark.parametrize("benchmark", [prefill, decode, train])
+def test_todays_blocks_are_timed_beside_llama(benchmark, llama_shape, monkeypatch):
+    prepared = benchmark.prepare(llama_shape)
+    assert prepared.peers.keys() >= {"lsgpt sdpa", "mhsa sdpa", "llama sdpa"}
+    assert not any(name.startswith("gpt2") for name in prepared.peers)
+    check(prepared)
+    for prepare in prepared.peers.values():
+        prepare()()
+    if benchmark is decode:
+        assert prepared.cache_bytes["llama"] == prepared.cache_bytes["mhsa"] > prepared.cache_bytes["lsgpt"]
+
+    def other_positions(config):
+        config = copy.deepcopy(config)
+        config.rope_parameters["rope_theta"] = 100.0
+        return llama_config(config)
+
+    llama_config = peers.llama_config
+    monkeypatch.setattr(peers, "llama_config", other_positions)
+    with pytest.raises(RuntimeError, match=r"llama sdpa, .*: wrong by"):
+        check(benchmark.prepare(llama_shape))
+
+
+def test_llama_has_the_same_weights(llama_shape):
+    _, models = peers.build_models(llama_shape, "prefill")
+    ours = {name: id(x) for name, x in models["lsgpt sdpa"].model.named_parameters(remove_duplicate=False)}
+    llama = {name: id(x) for name, x in models["llama sdpa"].model.named_parameters(remove_duplicate=False)}
+    assert ours.items() - llama.items() == {(name, x) for name, x in ours.items() if name.endswith(".sinks")}
+    assert llama.items() <= ours.items()
+
+
+@pytest.mark.parametrize(
+    ("values", "compared"), [({}, True), ({"use_bias": ["o_proj"]}, True), ({"qk_norm": True}, False)]
+)
+def test_llama_is_compared_where_it_is_the_same(llama_shape, values, compared):
+    config = copy.deepcopy(llama_shape.config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    shape, models = peers.build_models(llama_shape._replace(config=config), "prefill")
+    gates = gate.llama_gates(models, shape, "prefill")
+    assert len(gates) == compared
+    for run_gate in gates:
+        run_gate()
+
+
+def test_a_folder_names_a_shape(llama_shape, tmp_path, capsys):
+    llama_shape.config.save_pretrained(tmp_path / "converted")
+    command = ["bench", "prefill", "decode", "--preset", str(tmp_path / "converted"), "--lengths", "75"]
+    command += ["--rounds", "1", "--budget", "0", "--device", "cpu", "--engines", "sdpa", "--output", str(tmp_path)]
+    assert lsgpt_cli.main(command) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
+    assert (result["model"]["num_global_heads"], result["model"]["attention_sinks"]) == ([2, 0], True)
+    pairs = {(x["benchmark"], *x["families"]) for row in result["rows"] for x in row["ratios"]}
+    assert {(name, "lsgpt", "llama") for name in ("prefill", "decode", "cache")} <= pairs
+    assert "Transformers' Llama" in printed and "GPT-2" not in printed
+    for arguments, message in (
+        (["attention"], "name other benchmarks: lsgpt bench prefill decode train"),
+        (["prefill", "--quick"], "name other benchmarks"),
+        (["prefill", "--families", "gpt2"], "must fit the model's blocks, which are those of llama; got gpt2"),
+    ):
+        assert lsgpt_cli.main(["bench", *arguments, *command[3:]]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_targets_are_for_two_shapes():
+    assert targets.find_targets("gpt2-small", load_preset("gpt2-small")) is targets.TARGETS
+    third = load_preset("smollm2-135m")
+    sixth = load_preset("smollm2-135m", num_global_heads=[3, 0] * 15)
+    assert targets.find_targets("converted", sixth) is targets.SMOLLM2_TARGETS
+    wider = load_preset("smollm2-135m", num_global_heads=[3, 0] * 15, sliding_window=129)
+    for config in (third, wider, load_preset("demo")):
+        assert targets.find_targets("converted", config) == {}
+
+
 def test_floor():
+
     config = load_preset("gpt2-small")
     shape = Shape(config, 2048, 8, dtype=torch.bfloat16)
     tokens, head = 8 * 2048, 2 * config.vocab_size * config.hidden_size

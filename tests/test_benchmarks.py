@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lsgpt.benchmarks import long_context, memory, record, telemetry
+from lsgpt.configuration import load_preset
 from lsgpt.training import report
 from lsgpt.training.telemetry import summarize_max_logits
 
@@ -109,7 +110,7 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
     assert result["environment"]["commit"] and result["command"].startswith("lsgpt bench memory --growth_lengths 64")
     assert {(row["model"], row["tokens"]) for row in result["rows"]} == {
         *((name, 64) for name in memory.GROWTH),
-        *((name, 256) for name in memory.FAMILIES),
+        *((name, 256) for name in (*memory.FAMILIES, "gpt2")),
     }
     peaks = {row["model"]: row["peak_bytes"] for row in result["rows"]}
     shares = {tuple(x["families"]): x["share"] for x in result["ratios"]}
@@ -125,3 +126,11 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
     # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
     assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
     assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4
+
+
+@pytest.mark.parametrize("name", ["lsgpt-no-logits", "mhsa", "llama"])
+def test_memory_of_llamas_blocks(name, tmp_path):
+    """In this process, whose peak is another one: that the model in a folder gives the shape of all of them."""
+    fields = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+    load_preset("smollm2-135m", **fields, num_global_heads=[2, 0], sliding_window=20).save_pretrained(tmp_path)
+    assert memory.peak_of_training_step(name, 64, str(tmp_path)) >= 0

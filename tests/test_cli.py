@@ -229,6 +229,42 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("values", "blocks", "window"),
+    [
+        ({}, None, "100 tokens"),
+        (
+            {"use_bias": True, "hidden_act": "relu", "tie_word_embeddings": True},
+            "MLP with relu, biases, tied embeddings",
+            "100 tokens",
+        ),
+        (
+            {
+                "norm_type": "rms_norm",
+                "gated_mlp": True,
+                "hidden_act": "silu",
+                "use_bias": ["qkv_proj"],
+                "qk_norm": True,
+            },
+            "RMSNorm, gated MLP (silu), biases of queries, keys and values, RMSNorm of queries and keys",
+            "100 tokens",
+        ),
+        (
+            {"norm_type": "rms_norm", "use_bias": ["qkv_proj", "o_proj", "mlp"], "attention_sinks": True},
+            "RMSNorm, biases",
+            "100 tokens, and a learned sink for each local head",
+        ),
+        ({"attention_sinks": True, "num_global_heads": 12}, None, "100 tokens"),
+        ({"attn_logit_softcapping": 30.0}, "attention logits capped at 30.0", "100 tokens"),
+    ],
+)
+def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blocks, window):
+    LSGPTConfig(**values).save_pretrained(tmp_path)
+    assert lsgpt_cli.main(["info", str(tmp_path)]) == 0
+    table = {line[2:36].strip(): line[36:] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert (table.get("blocks"), table["window"]) == (blocks, window)
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
         (["info", "paper-v2"], "did you mean 'paper-v1'"),

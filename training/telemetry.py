@@ -188,7 +188,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     QK-clip (MuonClip, arXiv:2507.20534): multiplies the query and key weights of a head whose largest logit `S` is
     over `threshold` by `sqrt(threshold / S)` each. Query heads that share a key head are scaled together, by the
     largest `S` among them; where that is NaN or infinite no factor would help, and they stay as they are. Weights of
-    other heads stay as they are, too, to the bit.
+    other heads stay as they are, too, to the bit, and so do sinks.
 
     Args:
         model: An LSGPT model without QK-norm.
@@ -196,11 +196,13 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
         threshold: Largest logit to allow.
 
     Raises:
-        ValueError: A threshold that is not positive and finite.
+        ValueError: A threshold that is not positive and finite, or a model with QK-norm.
     """
     _check_threshold(threshold)
     for layer, row in zip(MaxLogits(model).layers, maxima):
         config = layer.config
+        if config.qk_norm:
+            raise ValueError("`model` must not have `qk_norm`: normalised queries ignore the scale of their weights")
         groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
         factors = (threshold / groups.clamp(min=threshold)).sqrt().masked_fill(~groups.isfinite(), 1.0)
         for projection, heads in (

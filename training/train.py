@@ -67,6 +67,10 @@ class LSGPTTrainer(Trainer):
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
 
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """As in `Trainer`, which spares norms and biases, but without sinks: decay would draw these logits to 0."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
+
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """As in `Trainer`, with the figures of a `LogitTelemetryCallback` in `logs`, so that trackers get them too."""
         for callback in self.callback_handler.callbacks:

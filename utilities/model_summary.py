@@ -6,22 +6,49 @@ from .wording import with_unit
 
 
 def describe(config: LSGPTConfig) -> dict[str, str]:
-    """The shape and size of a model, in words to their values."""
+    """The shape and size of a model, in words to their values. What is as in GPT-2's blocks goes without saying."""
     counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
     if len(set(counts)) == 1:
         kinds = f"{counts[0]} global + {heads - counts[0]} local"
     else:
         kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
     shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
+    sinks = ", and a learned sink for each local head" if has_sinks(config) else ""
+    blocks = {"blocks": parts} if (parts := _describe_blocks(config)) else {}
     return {
         "layers": str(config.num_hidden_layers),
         "hidden size": f"{config.hidden_size} (MLP {config.intermediate_size})",
+        **blocks,
         "heads per layer": f"{kinds}, {config.head_dim} dimensions each{shared}",
-        "window": f"{config.sliding_window} tokens",
+        "window": f"{config.sliding_window} tokens{sinks}",
         "positions": f"{config.position_embedding_type}, {config.max_position_embeddings:,}",
         "vocabulary": f"{config.vocab_size:,}",
         "parameters": with_unit(config.num_parameters()),
     }
+
+
+def has_sinks(config: LSGPTConfig) -> bool:
+    """Whether any head has a sink: only local heads do."""
+    return config.attention_sinks and min(config.num_global_heads_per_layer) < config.num_attention_heads
+
+
+def _describe_blocks(config: LSGPTConfig) -> str:
+    """What differs from blocks of layer norms without biases and a GELU MLP."""
+    places = {"qkv_proj": "queries, keys and values", "o_proj": "attention output", "mlp": "MLP"}
+    if config.norm_type == "layer_norm":
+        places["norm"] = "norms"
+    biased = [place for part, place in places.items() if config.has_bias(part)]
+    parts = {
+        "RMSNorm": config.norm_type == "rms_norm",
+        f"gated MLP ({config.hidden_act})": config.gated_mlp,
+        f"MLP with {config.hidden_act}": not config.gated_mlp and config.hidden_act != LSGPTConfig.hidden_act,
+        "biases": len(biased) == len(places),
+        f"biases of {', '.join(biased)}": 0 < len(biased) < len(places),
+        "RMSNorm of queries and keys": config.qk_norm,
+        f"attention logits capped at {config.attn_logit_softcapping}": config.attn_logit_softcapping is not None,
+        "tied embeddings": config.tie_word_embeddings,
+    }
+    return ", ".join(part for part, is_there in parts.items() if is_there)
 
 
 def compare_costs(config: LSGPTConfig, length: int) -> dict[str, tuple[str, str, str]]:

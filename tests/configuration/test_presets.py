@@ -1,11 +1,14 @@
+import math
+
 import pytest
+import torch
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import LSGPTConfig, list_presets, list_recipes, load_preset, load_recipe
 
 
 def test_names():
-    assert list_presets() == ["demo", "gpt2-small", "paper-12l", "paper-36l", "paper-v1"]
+    assert list_presets() == ["demo", "gpt2-small", "paper-12l", "paper-36l", "paper-v1", "smollm2-135m"]
     assert "demo" in list_recipes()
 
 
@@ -43,9 +46,27 @@ def test_cache_shares_of_the_paper(name, length, share):
     assert config.kv_cache_bytes(length) / config.equal_mhsa().kv_cache_bytes(length) == pytest.approx(share, abs=5e-4)
 
 
-def test_counted_parameters_are_the_models():
-    config = load_preset("demo")
-    assert config.num_parameters() == LSGPTForCausalLM(config).num_parameters()
+@pytest.mark.parametrize("name", ["demo", "smollm2-135m"])
+def test_counted_parameters_are_the_models(name):
+    config = load_preset(name)
+    with torch.device("meta"):
+        assert config.num_parameters() == LSGPTForCausalLM(config).num_parameters()
+
+
+def test_smollm2():
+    """SmolLM2-135M has 134,515,008 parameters; to them come the sinks of 6 local heads in each of 30 layers."""
+    config = load_preset("smollm2-135m")
+    assert config.num_parameters() == 134_515_008 + 30 * 6
+    assert config.equal_mhsa().num_parameters() == 134_515_008
+    share = config.kv_cache_bytes(8192) / config.equal_mhsa().kv_cache_bytes(8192)
+    assert share == pytest.approx((8192 + 2 * 128) / (3 * 8192))
+    config = load_preset("smollm2-135m", num_hidden_layers=2, vocab_size=4000)
+    model = LSGPTForCausalLM(config)
+    ids = torch.randint(config.vocab_size, (2, 200))
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    # Logits of variance 1, because the embeddings have 1 / sqrt(hidden_size): the uniform guess, and half a nat.
+    assert loss == pytest.approx(math.log(config.vocab_size) + 0.5, abs=0.2)
 
 
 def test_overrides():
@@ -54,7 +75,7 @@ def test_overrides():
 
 
 def test_unknown_names_suggest_the_nearest():
-    with pytest.raises(ValueError, match=r"paper-36l, paper-v1; got 'paper-v2'; did you mean 'paper-v1'\?"):
+    with pytest.raises(ValueError, match=r"paper-v1, smollm2-135m; got 'paper-v2'; did you mean 'paper-v1'\?"):
         load_preset("paper-v2")
     with pytest.raises(ValueError, match="no field 'slidng_window'; did you mean 'sliding_window'"):
         load_preset("demo", slidng_window=3)

@@ -415,6 +415,7 @@ def test_cards_of_presets_are_up_to_date_and_true(preset, tmp_path, monkeypatch)
     assert (CARDS / f"{preset}.md").read_text(encoding="utf-8") == str(card), "run python -m lsgpt.model_cards"
     assert card.data.license == "apache-2.0"
     assert "**No weights of this preset are published.**" in card.text
+    assert ("tokens or, by a learned *sink*\n" in card.text) == load_preset(preset).attention_sinks
     assert "model-index" not in card.data.to_dict()
     assert (
         f"![Left: which heads of each layer are global. Right: the keys that a query of each kind sees]({preset}.png)"

@@ -2,8 +2,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from lsgpt.configuration import list_recipes
 from lsgpt.training import parse_arguments
@@ -254,3 +255,23 @@ def test_recipes_of_the_paper(name):
     }[name]
     assert not config.tie_word_embeddings and not config.use_bias and config.position_embedding_type == "learned"
     assert config.attention_dropout == config.resid_dropout == config.embd_dropout == 0.0
+
+
+def test_recipe_of_smollm2():
+    """The values of SmolLM2-135M's published configuration, for a shorter run."""
+    _, data, _, args, _ = arguments = parse_arguments("smollm2-135m", ["--use_cpu", "true"])
+    tokens_per_step = data.block_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert tokens_per_step == 512 * 2048
+    assert 0.9 < tokens_per_step * args.max_steps / 10e9 < 1  # the data set has 10 billion
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.01, 1.0)
+    config = arguments.build_config()
+    assert (config.norm_type, config.gated_mlp, config.hidden_act) == ("rms_norm", True, "silu")
+    assert config.attention_sinks and config.num_key_value_heads < config.num_attention_heads
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    schedule = get_scheduler(
+        args.lr_scheduler_type, optimizer, int(args.warmup_steps), args.max_steps, args.lr_scheduler_kwargs
+    )
+    (rate,) = schedule.lr_lambdas
+    rates = [rate(step) for step in (0, 250, 500, 7600, 8550, 9500)]
+    assert rates == pytest.approx([0, 0.5, 1, 1, 0.5, 0])

@@ -60,6 +60,7 @@ def test_every_shipped_arm_is_a_recipe():
         config = arguments.build_config()
         assert config.num_global_heads == {"ls": 1, "mhsa": 6, "local": 0}[arm.split("-")[0]]
         assert (config.position_embedding_type == "rope") == (arm.endswith("-rope") or base["preset"] == "demo")
+        assert config.attention_sinks == (arm == "ls-sinks")
 
 
 def test_arms_join_the_recipe():

@@ -7,20 +7,35 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import LSGPTForCausalLM, measure_max_logits
+from lsgpt.modeling_lsgpt import LOCAL
 from lsgpt.modeling_lsgpt.engines_lsgpt import AttentionPlan
 from lsgpt.training import (
     STABILIZERS,
     LogitTelemetryCallback,
+    LSGPTTrainer,
     adagc_optimizer,
     add_z_loss,
     attend_in_float32,
     build_trainer,
     parse_arguments,
+    qk_clip,
 )
 from lsgpt.training.stabilizers import config_fields, read_stabilizers
 
 
 INPUTS = torch.arange(80).view(2, 40) * 7 % 97
+
+MODERN = {
+    "norm_type": "rms_norm",
+    "gated_mlp": True,
+    "hidden_act": "silu",
+    "position_embedding_type": "rope",
+    "num_key_value_heads": 3,
+    "use_bias": ["qkv_proj", "o_proj"],
+    "attention_sinks": True,
+    "tie_word_embeddings": True,
+}
+"""Blocks of today, with biases and sinks as converted models have them."""
 
 
 def test_the_documented_defaults_are_those_of_the_code():
@@ -65,10 +80,10 @@ def test_config_stabilizers_are_fields_of_the_model(tiny_config):
     assert LSGPTForCausalLM(tiny_config(attn_logit_softcapping=50.0)).num_parameters() == size
 
 
-@pytest.mark.parametrize("num_global_heads", [0, 2, 6])
+@pytest.mark.parametrize("values", [{"num_global_heads": 0}, {}, {"num_global_heads": 6}, MODERN])
 @pytest.mark.parametrize("num_items_in_batch", [None, 100])
-def test_z_loss(tiny_model, num_global_heads, num_items_in_batch):
-    model = tiny_model(num_global_heads=num_global_heads)
+def test_z_loss(tiny_model, values, num_items_in_batch):
+    model = tiny_model(**values)
     labels = INPUTS.clone()
     labels[0, :10] = -100
     options = {"num_items_in_batch": num_items_in_batch} if num_items_in_batch else {}
@@ -91,7 +106,9 @@ def test_z_loss(tiny_model, num_global_heads, num_items_in_batch):
         assert torch.equal(model(INPUTS, labels=labels, **options).loss, plain.loss)
 
 
-@pytest.mark.parametrize("values", [{}, {"num_global_heads": 6}, {"num_global_heads": 0}, {"num_key_value_heads": 3}])
+@pytest.mark.parametrize(
+    "values", [{}, {"num_global_heads": 6}, {"num_global_heads": 0}, {"num_key_value_heads": 3}, MODERN]
+)
 def test_float32_attention(tiny_model, values, monkeypatch):
     """Under autocast the error of the attention is gone, that of the projections stays; without it nothing changes."""
     model = tiny_model(**values)
@@ -100,18 +117,19 @@ def test_float32_attention(tiny_model, values, monkeypatch):
         low = model(INPUTS).logits
     attend_in_float32(model)
     assert torch.equal(model(INPUTS).logits, plain)
-    dtypes = []
+    found = []
 
     def attend(plan, calls, *args, **kwargs):
         for heads in calls:
-            dtypes.append((*(x.dtype for x in heads[1:]), torch.is_autocast_enabled("cpu")))
+            assert (heads.sinks is not None) == (model.config.attention_sinks and heads.kind == LOCAL)
+            found.extend((x.dtype, torch.is_autocast_enabled("cpu")) for x in heads if isinstance(x, torch.Tensor))
         return forward(plan, calls, *args, **kwargs)
 
     forward = AttentionPlan.attend
     monkeypatch.setattr(AttentionPlan, "attend", attend)
     with torch.autocast("cpu", torch.bfloat16):
         high = model(INPUTS).logits
-    assert set(dtypes) == {(torch.float32, torch.float32, torch.float32, False)}
+    assert set(found) == {(torch.float32, False)}
     assert not torch.equal(high, low)
     assert high.dtype == low.dtype
     half = tiny_model(dtype=torch.bfloat16, **values)
@@ -121,12 +139,12 @@ def test_float32_attention(tiny_model, values, monkeypatch):
         attend_in_float32(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("num_global_heads", [0, 2, 6])
-def test_adagc_clips_a_spike(tiny_model, tmp_path, num_global_heads):
+@pytest.mark.parametrize("values", [{"num_global_heads": 0}, {}, {"num_global_heads": 6}, MODERN])
+def test_adagc_clips_a_spike(tiny_model, tmp_path, values):
     """What one step with gradients a thousand times as large does to Adam's running mean of the gradients."""
 
     def growth(use_adagc):
-        model = tiny_model(initializer_range=0.02, num_global_heads=num_global_heads).train()
+        model = tiny_model(initializer_range=0.02, **values).train()
         moments = []
 
         class Spike(TrainerCallback):
@@ -197,3 +215,32 @@ def test_soft_capping_bounds_what_the_heads_see_and_not_what_is_measured(tiny_mo
     plain, capped = tiny_model(engine="eager"), tiny_model(engine="eager", attn_logit_softcapping=1.0)
     assert measure_max_logits(plain, input_ids=INPUTS)[0].equal(measure_max_logits(capped, input_ids=INPUTS)[0])
     assert not torch.equal(plain(INPUTS).logits, capped(INPUTS).logits)
+
+
+def test_clip_scales_the_logits_of_a_key_head_whatever_the_blocks(tiny_model):
+    model = tiny_model(num_hidden_layers=1, **MODERN)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".bias", ".sinks")):
+            parameter.data.normal_()
+    before = measure_max_logits(model, input_ids=INPUTS)
+    sinks = model.model.layers[0].self_attn.sinks.clone()
+    groups = before.view(3, 2).amax(dim=1)  # the query heads that share a key head
+    threshold = groups.median().item()
+    qk_clip(model, before, threshold)
+    expected = before * (threshold / groups.clamp(min=threshold)).repeat_interleave(2)
+    torch.testing.assert_close(measure_max_logits(model, input_ids=INPUTS), expected)
+    assert torch.equal(model.model.layers[0].self_attn.sinks, sinks)
+    with pytest.raises(ValueError, match="must not have `qk_norm`"):
+        qk_clip(tiny_model(qk_norm=True), before.expand(2, -1), threshold)
+
+
+@pytest.mark.parametrize("values", [{"use_bias": True}, {**MODERN, "qk_norm": True}])
+def test_weight_decay_is_for_matrices(tiny_model, tmp_path, values):
+    trainer = LSGPTTrainer(tiny_model(**values), TrainingArguments(tmp_path, weight_decay=0.1, use_cpu=True))
+    groups = trainer.create_optimizer().param_groups
+    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        assert decays[id(parameter)] == (0.1 if parameter.ndim == 2 else 0.0), name
+    # The day when this fails, `LSGPTTrainer` need no longer do it.
+    decayed_by_default = Trainer.get_decay_parameter_names(trainer, trainer.model)
+    assert any(name.endswith(".sinks") for name in decayed_by_default) == trainer.model.config.attention_sinks
