@@ -8,7 +8,6 @@ import pytest
 import torch
 from reference import autograd_functions
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
