@@ -4,6 +4,7 @@ Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
 """
 
 import math
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -29,13 +30,22 @@ class LinearCrossEntropy(torch.autograd.Function):
     share and forgets its logits, none is computed twice, and the backward pass only multiplies by the gradient that
     it receives (as in Liger-Kernel, arXiv:2410.10989).
 
+    With the logits `y` of a teacher, its distribution `p = softmax(y)` is the target, `g = softmax(z) - p`, and the
+    loss is the Kullback-Leibler divergence of it, `sum(p * (log(p) - log_softmax(z)))`: the cross-entropy less a
+    constant, so that it is zero where the two agree.
+
     Products are taken in the precision of the inputs, or of autocast; loss and gradient of the weight are added up in
     float32 (float64 for float64). There is no second derivative.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+        ctx,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        ignore_index: int,
+        teacher_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -44,6 +54,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             weight (`(V, d)`): Its matrix.
             targets (`(N,)`): Token ids to predict.
             ignore_index: The target of tokens to leave out.
+            teacher_logits (`(N, V)`, *optional*): Logits of the distributions to learn instead of the targets, which
+                then only say what is left out.
 
         Returns:
             The sum `()`, in float32 or float64.
@@ -57,16 +69,28 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = hidden_states.new_zeros((), dtype=sum_dtype)
         states_gradients = []
         weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
+        teacher_chunks = repeat(None) if teacher_logits is None else teacher_logits.split(CHUNK_LENGTH)
         with torch.autocast(device, enabled=False):
-            for states, labels in zip(hidden_states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH)):
+            for states, labels, teacher in zip(
+                hidden_states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks
+            ):
                 states = states.to(dtype)
+                is_counted = (labels != ignore_index)[:, None]
                 log_probabilities = F.log_softmax(states @ matrix.T, dim=-1, dtype=sum_dtype)
-                loss += F.nll_loss(log_probabilities, labels, reduction="sum", ignore_index=ignore_index)
+                if teacher is None:
+                    loss += F.nll_loss(log_probabilities, labels, reduction="sum", ignore_index=ignore_index)
+                else:
+                    difference = F.log_softmax(teacher, dim=-1, dtype=sum_dtype)
+                    target = difference.exp()
+                    difference -= log_probabilities
+                    loss += torch.linalg.vecdot(target, difference).where(is_counted[:, 0], 0.0).sum()
                 if not (needs_states or needs_weight):
                     continue
-                is_counted = (labels != ignore_index)[:, None]
                 gradient = log_probabilities.exp_()  # in place: the next largest tensors are those of the vocabulary
-                gradient.scatter_add_(1, labels.clamp(min=0)[:, None], gradient.new_full(is_counted.shape, -1.0))
+                if teacher is None:
+                    gradient.scatter_add_(1, labels.clamp(min=0)[:, None], gradient.new_full(is_counted.shape, -1.0))
+                else:
+                    gradient -= target
                 gradient = gradient.to(dtype)
                 # Tokens are left out here, where they have `d` numbers, and not above, where they have `V`.
                 if needs_states:
@@ -89,7 +113,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             None if saved is None else (saved * gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
-        return *scaled, None, None
+        return *scaled, None, None, None
 
 
 def causal_lm_loss(
@@ -99,6 +123,7 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """
@@ -112,6 +137,8 @@ def causal_lm_loss(
         num_items_in_batch: What the summed loss is divided by, by default the number of targets in this batch.
         ignore_index: The label of tokens that are not predicted.
         shift_labels (`(B, T)`, *optional*): The targets, where they are not the labels of the next tokens.
+        teacher_logits (`(B, T, V)`, *optional*): What another model makes of the same tokens. The loss is then the
+            Kullback-Leibler divergence of its distributions, at every token that predicts a label.
         **kwargs: Not used, as in `ForCausalLMLoss`.
 
     Returns:
@@ -120,11 +147,13 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
     states, targets = hidden_states.flatten(0, 1), shift_labels.flatten().to(hidden_states.device)
+    teacher = None if teacher_logits is None else teacher_logits.flatten(0, 1)
     if _is_plain_matrix(lm_head, states.device):
         weight = lm_head.weight if torch.is_grad_enabled() else lm_head.weight.detach()
-        loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index)
+        loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index, teacher)
     else:
-        chunks = zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH))
+        teacher_chunks = repeat(None) if teacher is None else teacher.split(CHUNK_LENGTH)
+        chunks = zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks)
         loss = sum(checkpoint(_summed_loss, lm_head, *chunk, ignore_index, use_reentrant=False) for chunk in chunks)
     if num_items_in_batch is not None:
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
@@ -132,10 +161,16 @@ def causal_lm_loss(
     return (loss / count.clamp(min=1)).where(count > 0, math.nan)
 
 
-def _summed_loss(lm_head, states: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def _summed_loss(
+    lm_head, states: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
     logits = lm_head(states)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+    if teacher is None:
+        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+    expected = F.log_softmax(teacher, dim=-1, dtype=logits.dtype)
+    divergence = F.kl_div(F.log_softmax(logits, dim=-1), expected, reduction="none", log_target=True).sum(-1)
+    return divergence.where(targets != ignore_index, 0.0).sum()
 
 
 def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:

@@ -42,6 +42,27 @@ class ModelArguments:
         default=None,
         metadata={"help": "Attention engine. Default: sdpa; with soft-capping flex_attention on CUDA, else eager."},
     )
+    teacher: str | None = field(
+        default=None,
+        metadata={
+            "help": "Model whose distributions of the next token are learnt instead of the text itself: a folder, a "
+            "name on the Hub or a GGUF file of any causal language model with the same tokenizer."
+        },
+    )
+    trainable: str = field(
+        default="all",
+        metadata={
+            "help": "What is trained: all weights; light, only sinks, biases and norms; or lora, those and an adapter "
+            "for each matrix of the blocks, merged into the weights at the end (needs the package peft)."
+        },
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters of `trainable: lora`."})
+    sink_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the sinks and of the biases that carry their values; learning_rate by default."
+        },
+    )
 
     def __post_init__(self):
         self.config_overrides = _read_yaml(self.config_overrides)
@@ -136,6 +157,7 @@ def _read_yaml(value):
 _ARGUMENT_TYPES = (ModelArguments, DataArguments, RunArguments, TrainingArguments)
 _FIELDS = [f.name for argument_type in _ARGUMENT_TYPES for f in fields(argument_type) if f.init]
 
+_TRAINABLE = ("all", "light", "lora")
 _ON_EXPLOSION = ("warn", "stop", "clip")
 
 _RANGES = {
@@ -146,6 +168,7 @@ _RANGES = {
     "gradient_accumulation_steps": (1, math.inf),
     "label_smoothing_factor": (0, 1),
     "learning_rate": (0, math.inf),
+    "lora_rank": (1, math.inf),
     "max_eval_blocks": (1, math.inf),
     "max_grad_norm": (0, math.inf),
     "max_logit_every_n_steps": (0, math.inf),
@@ -153,6 +176,7 @@ _RANGES = {
     "per_device_eval_batch_size": (1, math.inf),
     "per_device_train_batch_size": (1, math.inf),
     "preprocessing_num_workers": (1, math.inf),
+    "sink_learning_rate": (0, math.inf),
     "stop_at_step": (1, math.inf),
     "weight_decay": (0, math.inf),
 }
@@ -316,6 +340,7 @@ def check_arguments(arguments: Arguments):
     if name and looks_like_a_path(name) and not Path(name).is_dir():
         raise ValueError(f"`model_name_or_path` must be a checkpoint; there is no folder {name!r}")
     _check_processes(training_args)
+    _check_healing(arguments)
     _check_numbers(arguments)
     config = arguments.build_config()
     positions = config.max_position_embeddings
@@ -365,6 +390,33 @@ def _check_numbers(arguments: Arguments):
         raise ValueError(f"`max_steps` must be at least 1, or -1 to count epochs instead; got {max_steps}")
     if max_steps == -1 and not 0 < epochs < math.inf:
         raise ValueError(f"`num_train_epochs` must be positive and finite; got {epochs}")
+
+
+def _check_healing(arguments: Arguments):
+    model_args, _, run_args, training_args, _ = arguments
+    trainable, teacher = model_args.trainable, model_args.teacher
+    if trainable not in _TRAINABLE:
+        raise ValueError(
+            f"`trainable` must be one of {', '.join(_TRAINABLE)}; got {trainable!r}{suggest(trainable, _TRAINABLE)}"
+        )
+    if trainable != "all" and not model_args.model_name_or_path:
+        raise ValueError(
+            f"`trainable` must be all without `model_name_or_path`, because the other weights would stay random; got "
+            f"{trainable!r}"
+        )
+    is_file = teacher and (looks_like_a_path(teacher) or teacher.endswith(".gguf"))
+    if is_file and not Path(teacher).exists():
+        raise ValueError(f"`teacher` must be a folder, a name on the Hub or a GGUF file; there is no {teacher!r}")
+    if teacher and "z-loss" in run_args.stabilizers:
+        raise ValueError("`teacher` must not be combined with z-loss, which belongs to the loss on the text")
+    if teacher and training_args.label_smoothing_factor:
+        raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
+    if trainable != "all" and (run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers):
+        raise ValueError(f"QK-clip must not be combined with `trainable: {trainable}`: it scales the frozen weights")
+    is_sharded = training_args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    for name, is_set in (("teacher", teacher), ("trainable: lora", trainable == "lora")):
+        if is_set and is_sharded:
+            raise ValueError(f"`{name}` must not be combined with FSDP or DeepSpeed; use DDP or one process")
 
 
 def _check_trackers(args: TrainingArguments):

@@ -186,6 +186,8 @@ class StopOnBadLossCallback(TrainerCallback):
     def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
         loss = getattr(output, "loss", None)
         if model.training and loss is not None:
+            # A teacher's logits are too large to keep until the step ends, and no layer looks at them.
+            inputs = {name: value for name, value in inputs.items() if name != "teacher_logits"}
             self._batches.append((inputs, loss.detach()))
 
 

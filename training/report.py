@@ -133,7 +133,7 @@ def write_report(
 
 {table(format_results(results))}
 
-{plots}
+{_before_and_after(recipe, results)}{plots}
 ## A sample
 
 {fence}text
@@ -159,6 +159,27 @@ Repeat this run with `lsgpt train {folder / "recipe.yaml"}`.
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
     return path
+
+
+def _before_and_after(recipe: dict, results: dict) -> str:
+    """A section about a checkpoint that was trained further, where there is a figure to compare the result with."""
+    before, teacher = results.get("perplexity_before_training"), results.get("teacher_perplexity")
+    if not recipe.get("model_name_or_path") or (before is None and teacher is None):
+        return ""
+    rows = {
+        f"teacher, `{recipe.get('teacher')}`": teacher,
+        f"before the training, `{recipe['model_name_or_path']}`": before,
+        "after the training": results["eval_perplexity"],
+    }
+    share = (lambda value: f" ({value / teacher:.3f} of the teacher's)") if teacher else (lambda value: "")
+    rows = {name: f"{value:.2f}{share(value)}" for name, value in rows.items() if value is not None}
+    section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(rows)}\n\n"
+    if teacher is None:
+        section += (
+            "This run had no teacher. What it gained may come from learning this text rather than from healing. To "
+            "tell\nthem apart, train the source on the same text, too: `lsgpt compare heal`, see docs/healing.md.\n\n"
+        )
+    return section
 
 
 def _draw(folder, recipe, config, results, log_history, max_logits) -> str:

@@ -45,6 +45,14 @@ from .data import (
     tokenize,
     train_tokenizer,
 )
+from .healing import (
+    check_teacher,
+    choose_trainable,
+    load_teacher,
+    measure_perplexity,
+    next_token_logits,
+    sink_parameters,
+)
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import peak_memory, points_of, reset_peak_memory, write_report, write_results
 from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
@@ -56,11 +64,27 @@ STREAM_BUFFER = 1000
 
 
 class LSGPTTrainer(Trainer):
-    """The stock `Trainer`, but that steps do without logits, and that `save_card` writes the model card of a push."""
+    """
+    The stock `Trainer`, but that steps do without logits, that sinks have no weight decay, that a model may learn from
+    a teacher, and that `save_card` writes the model card of a push.
+    """
 
     save_card: Callable[..., Any] | None = None
     """What writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`, or
     else Transformers. It is passed in, because cards are made with this package's readers of what a run leaves."""
+
+    teacher: PreTrainedModel | None = None
+    """A model of the same vocabulary. The training loss is then the Kullback-Leibler divergence of its distributions
+    of the next token, and not the cross-entropy."""
+
+    teacher_perplexity: float | None = None
+    """The teacher's perplexity on the evaluation data, once it is measured."""
+
+    adapters: Any = None
+    """The adapters inside the model, see `choose_trainable`."""
+
+    sink_learning_rate: float | None = None
+    """Learning rate of the sinks and of the biases that carry their values, see `sink_parameters`."""
 
     def create_accelerator_and_postprocess(self):
         """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
@@ -83,7 +107,26 @@ class LSGPTTrainer(Trainer):
         is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
         if model.training and is_models_own and "labels" in inputs:
             inputs = {**inputs, "skip_logits": True}
+            if self.teacher is not None:
+                inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """As in `Trainer`; like norms and biases, sinks have no weight decay."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As in `Trainer`, with a group of parameters more where there is a `sink_learning_rate`."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.sink_learning_rate is not None:
+            chosen = {id(parameter) for parameter in sink_parameters(self.model if model is None else model)}
+            for group in list(optimizer.param_groups):
+                moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
+                if moved:
+                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+                    optimizer.add_param_group({**group, "params": moved, "lr": self.sink_learning_rate})
+        return optimizer
 
     def create_model_card(
         self,
@@ -210,6 +253,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     with args.main_process_first(desc="loading"):  # the other processes find everything in its cache
         documents = load_texts(arguments.data)
     tokenizer = get_tokenizer(arguments, config, documents)
+    teacher = _get_teacher(arguments, config, tokenizer) if arguments.model.teacher else None
     with args.main_process_first(desc="tokenizing"):
         blocks = make_blocks(arguments, documents, tokenizer)
 
@@ -218,6 +262,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         add_z_loss(model, stabilizers["z-loss"])
     if "fp32-attention" in stabilizers:
         attend_in_float32(model)
+    adapters = choose_trainable(model, arguments.model.trainable, arguments.model.lora_rank)
     optimizer = None
     if "adagc" in stabilizers:
         args.max_grad_norm = 0.0  # AdaGC takes the place of clipping by the global norm
@@ -225,7 +270,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     if args.process_index == 0:
         size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
         print(
-            f"Training {with_unit(model.num_parameters())} parameters on {size} of {arguments.data.block_size} "
+            f"Training {_count_parameters(model)} parameters on {size} of {arguments.data.block_size} "
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )
@@ -242,6 +287,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         optimizer_cls_and_kwargs=optimizer,
     )
     trainer.save_card = save_card
+    trainer.teacher, trainer.adapters = teacher, adapters
+    trainer.sink_learning_rate = arguments.model.sink_learning_rate
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
         # Accelerate's own adds up gradients in bfloat16, and rounds the loss to its two to three digits.
@@ -249,6 +296,25 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
             fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
     return trainer
+
+
+def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    name, data, args = arguments.model.teacher, arguments.data, arguments.training
+    teacher = load_teacher(name, args)
+    check_teacher(teacher, name, tokenizer, config.vocab_size, data.block_size, data.respect_boundaries)
+    if args.process_index == 0:
+        logits = args.per_device_train_batch_size * data.block_size * config.vocab_size * teacher.dtype.itemsize
+        print(
+            f"The teacher {name} takes {with_unit(teacher.get_memory_footprint(), 'B')} of memory in each process, "
+            f"and its logits for a batch {with_unit(logits, 'B')}",
+            flush=True,
+        )
+    return teacher
+
+
+def _count_parameters(model: PreTrainedModel) -> str:
+    total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    return with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
 
 
 def get_tokenizer(
@@ -360,12 +426,20 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     if is_main:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
 
+    if args.resume_from_checkpoint:
+        args.eval_on_start = False  # that was the first start, whose evaluation is in the checkpoint's log
+    if trainer.teacher is not None:
+        trainer.teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
+        if is_main:
+            print(f"Perplexity of the teacher on the validation text: {trainer.teacher_perplexity:.2f}", flush=True)
     reset_peak_memory()  # loading and tokenizing may have taken more than the training will
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
         if is_main:
             print(f"Saved step {trainer.state.global_step}. Go on with: lsgpt train --resume_from_checkpoint {folder}")
         return None
+    if trainer.adapters is not None:
+        trainer.adapters.merge_and_unload()
     # First of all the weights: nothing that goes wrong from here on loses them.
     trainer.save_model(_internal_call=True)  # as `save_model()`, but a push waits for the report
     last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
@@ -422,6 +496,10 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
         "eval_loss": math.log(perplexity),
         "eval_perplexity": perplexity,
         "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
+        "perplexity_before_training": next(
+            (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
+        ),
+        "teacher_perplexity": trainer.teacher_perplexity,
         "max_logit": _largest([value for _, value in points_of(state.log_history, "max_logit")]),
         "parameters": trainer.model.config.num_parameters(),
         "step": state.global_step,

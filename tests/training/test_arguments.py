@@ -227,7 +227,7 @@ def test_processes_that_would_not_train_together(monkeypatch):
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes(name, tiny_model, tmp_path):
     overrides = ["--use_cpu", "true"]
-    if name == "finetune":
+    if name in ("finetune", "heal"):
         with pytest.raises(ValueError, match="`model_name_or_path` must be set without a `preset`"):
             parse_arguments(name, overrides)
         tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "checkpoint")

@@ -1,0 +1,203 @@
+"""
+Healing a converted checkpoint: a teacher to learn from, and what of the model is trained.
+
+The loss of a step with a teacher is the Kullback-Leibler divergence of the teacher's distributions of the next token,
+see `lsgpt.modeling_lsgpt.loss_lsgpt`.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from datasets.distributed import split_dataset_by_node
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from .data import collate_blocks
+from .metrics import IGNORED_LABEL, token_losses
+
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
+    """
+    A causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the precision
+    that the run computes in.
+
+    Args:
+        name: Its folder, its name on the Hub, or a GGUF file.
+        args: The arguments of the run.
+
+    Raises:
+        ValueError: No such model, or one whose weights are not all in its files.
+        ImportError: A GGUF file without the package `gguf`.
+    """
+    place, options = _from_pretrained_arguments(name)
+    dtype = PRECISIONS.get(args.mixed_precision, torch.float32)
+    try:
+        teacher, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"cannot load `teacher` {name!r}: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"`teacher` must have all of its weights in its files, the rest would be random; {name!r} lacks "
+            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
+        )
+    return teacher.requires_grad_(False).eval().to(args.device)
+
+
+def _from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
+    """The folder or the name on the Hub, and how `from_pretrained` is told of a GGUF file."""
+    path = Path(name)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+
+
+def check_teacher(
+    teacher: PreTrainedModel,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    block_size: int,
+    respect_boundaries: bool,
+):
+    """
+    Raises `ValueError` for a teacher whose distributions are not those of the student's tokens: it must have the same
+    vocabulary, as many positions as the blocks have tokens, and keep packed documents apart where the student does.
+
+    Args:
+        teacher: The teacher.
+        name: What `load_teacher` was given; the tokenizer that lies there, if there is one, is compared.
+        tokenizer: The student's tokenizer.
+        vocab_size: Number of the student's tokens.
+        block_size: Number of tokens in a block.
+        respect_boundaries: Whether positions restart with each document.
+    """
+    config = teacher.config.get_text_config()
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"`teacher` must have as many tokens as the model (`vocab_size` {vocab_size}), because it tells the "
+            f"probability of each; {name!r} has {config.vocab_size}"
+        )
+    _check_tokenizer(name, tokenizer)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and block_size > positions:
+        raise ValueError(
+            f"`block_size` must be at most the positions of `teacher` {name!r} ({positions}); got {block_size}"
+        )
+    if respect_boundaries and not _keeps_documents_apart(teacher, vocab_size):
+        raise ValueError(
+            f"`respect_boundaries` must be false with `teacher` {name!r}: that model does not keep packed documents "
+            "apart, and would tell what the student cannot know"
+        )
+
+
+def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase):
+    place, options = _from_pretrained_arguments(name)
+    try:
+        theirs = AutoTokenizer.from_pretrained(place, **options)
+    except (OSError, ValueError):
+        return  # weights alone
+    own, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if own == other or not set(other) - set(theirs.all_special_tokens):  # made up for a folder without its files
+        return
+    token = min({token for token, _ in own.items() ^ other.items()}, key=lambda token: own.get(token, math.inf))
+    raise ValueError(
+        f"`teacher` must have the tokenizer of the model, because it tells the probability of each token; {token!r} "
+        f"has the id {own.get(token)} in the model's and {other.get(token)} in that of {name!r}"
+    )
+
+
+def _keeps_documents_apart(teacher: PreTrainedModel, vocab_size: int) -> bool:
+    """Whether the second of two equal documents in a row gets the logits of the first."""
+    document = torch.arange(8, device=teacher.device)
+    inputs = {"input_ids": document.repeat(2)[None] % vocab_size, "position_ids": document.repeat(2)[None]}
+    first, second = next_token_logits(teacher, inputs)[0].float().chunk(2)
+    return bool((first - second).abs().max() <= 0.01 * first.std())
+
+
+@torch.no_grad()
+def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The teacher's logits `(B, T, V)` for the `input_ids` `(B, T)` and, where there are any, the `position_ids`."""
+    inputs = {key: inputs[key] for key in ("input_ids", "position_ids") if key in inputs}
+    # With a cache, models of Transformers do not look for packed documents.
+    return teacher(**inputs, use_cache=False).logits
+
+
+@torch.no_grad()
+def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset, args: TrainingArguments) -> float:
+    """
+    The perplexity of a model, over the predicted tokens of all blocks. Processes share the work, and all must call it.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        blocks: Rows of `pack`.
+        args: The arguments of the run; a batch has `per_device_eval_batch_size` rows.
+    """
+    blocks = split_dataset_by_node(blocks, args.process_index, args.world_size)
+    total, count = 0.0, 0
+    for batch in DataLoader(blocks, batch_size=args.per_device_eval_batch_size, collate_fn=collate_blocks):
+        batch = {key: values.to(model.device) for key, values in batch.items()}
+        total += token_losses(next_token_logits(model, batch), batch["labels"]).double().sum().item()
+        count += (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
+    if args.world_size > 1:
+        sums = torch.tensor([total, count], dtype=torch.float64, device=args.device)
+        torch.distributed.all_reduce(sums)
+        total, count = sums.tolist()
+    try:
+        return math.exp(total / count)
+    except OverflowError:
+        return math.inf
+
+
+def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> Any:
+    """
+    Freezes what is not trained.
+
+    Args:
+        model: An LSGPT model.
+        trainable: `all` weights; `light`, the vectors alone, which are sinks, biases and norms; or `lora`, the vectors
+            and an adapter for every matrix of the blocks.
+        lora_rank: Rank of the adapters; their product is added with the factor 2.
+
+    Returns:
+        The adapters, a `peft.LoraModel`, whose `merge_and_unload` puts them into the weights; or `None`.
+
+    Raises:
+        ImportError: `lora` without the package `peft`.
+    """
+    if trainable == "all":
+        return None
+    adapters = None
+    if trainable == "lora":
+        try:
+            from peft import LoraConfig, LoraModel  # noqa: PLC0415 (optional)
+        except ImportError as error:
+            raise ImportError("`trainable: lora` needs the package peft: pip install peft") from error
+        # Into the model itself, which stays one of Transformers: its checkpoints hold weights and adapters under their
+        # names, and a run goes on from them as from any others.
+        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        adapters = LoraModel(model, config, "default")
+    else:
+        model.requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.requires_grad_(True)
+    return adapters
+
+
+def sink_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The sinks, and the biases of the output projections beside them, which carry the values of sinks."""
+    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    sinks = [name for name in parameters if name.endswith(".sinks")]
+    names = [*sinks, *(name.removesuffix("sinks") + "o_proj.bias" for name in sinks)]
+    return [parameters[name] for name in names if name in parameters]
