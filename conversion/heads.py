@@ -101,7 +101,7 @@ def with_global_heads(
             weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
         if others or any(len(heads) < num_kv_heads for heads in global_kv_heads):
             columns = weight.unflatten(1, (num_heads, -1))[:, local.to(weight.device)]
-            bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device))
+            bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device).double())
             bias = bias + weights.get(f"{prefix}o_proj.bias", 0)
             weights[f"{prefix}o_proj.bias"] = bias.to(weight.dtype)
         kv_order = torch.tensor([*chosen, *others])
