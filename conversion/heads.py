@@ -139,7 +139,7 @@ def measure_changes(
 
     Args:
         model: A model whose heads are all global.
-        blocks: Token ids `(n,)` each.
+        blocks: Token ids `(n,)` each, with `n > window`.
         window: Number of keys that a query of a local head sees, its own included.
         passages: Token ids `(n,)`, and the number of tokens at the end whose prediction counts.
 
@@ -148,10 +148,10 @@ def measure_changes(
     """
     _check_all_global(model)
     text = [_Moments() for _ in attention_layers(model)]
-    _collect(model, ((block, len(block)) for block in blocks), window, text)
+    _collect(model, ((block, _weights(len(block), window)) for block in blocks), window, text)
     fits = [moments.fit() for moments in text]
     retrieval = [_Moments(moments.logits) for moments in text]
-    _collect(model, ((ids[:-1], length) for ids, length in passages), window, retrieval)
+    _collect(model, ((ids[:-1], torch.ones(length)) for ids, length in passages), window, retrieval)
 
     def per_kv_head(moments: list[_Moments]) -> torch.Tensor:
         changes = [each.change(index, value) for each, (index, value) in zip(moments, fits)]
@@ -159,7 +159,20 @@ def measure_changes(
 
     logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
     sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
-    return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].num_queries else None, sinks)
+    return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].total else None, sinks)
+
+
+def _weights(length: int, window: int) -> torch.Tensor:
+    """
+    How much each query of a block counts, `(n,)`. Three parts count the same: the first token, since all later ones
+    attend to it, and a model that has its state changed is ruined; the other queries from which a window hides
+    nothing, which see the first tokens and the sink both; and all later queries.
+    """
+    later = length - window
+    weights = torch.ones(length, dtype=torch.float64)
+    weights[1:window] = later / (window - 1)
+    weights[0] = later
+    return weights
 
 
 class _Moments:
@@ -168,46 +181,51 @@ class _Moments:
 
     Over everything a head returns `f`, over its window alone `w`. With a sink of logit `s` and value `c` it returns
     `g * w + c`, `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The change is
-    `sum |f - g w - c|^2 = sum |f|^2 - 2 sum g f.w + sum g^2 |w|^2 - 2 c . sum (f - g w) + number * |c|^2`.
-    The sums are over queries, and those with `g` are taken for every logit of a grid.
+    `sum |f - g w - c|^2 = sum |f|^2 - 2 sum g f.w + sum g^2 |w|^2 - 2 c . sum (f - g w) + total * |c|^2`.
+    The sums are over queries, which may have weights, and those with `g` are taken for every logit of a grid.
     """
 
     def __init__(self, logits: torch.Tensor | None = None):
         self.logits = logits
         """`(H, K)`, the grid; `None` until the first queries have shown where logits lie."""
-        self.num_queries = 0
-        self.squares = self.means = 0.0  # `(H, K)` and `(H, K, D)` once there are queries
+        self.total = 0.0
+        """The queries' weights, summed."""
+        self.squares = self.sums = 0.0  # `(H, K)` and `(H, K, D)` once there are queries
 
-    def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor):
-        """Adds queries: outputs over everything and over the window `(H, T, D)`, log-sum-exp over the window `(H, T)`."""
-        self.num_queries += full.shape[1]
+    def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
+        """
+        Adds queries: outputs over everything and over the window `(H, T, D)`, log-sum-exp over the window `(H, T)`,
+        and how much each query counts, `(T,)`.
+        """
+        self.total += weights.sum().item()
         gates = (lse[..., None] - self.logits[:, None].to(lse)).sigmoid()  # `(H, T, K)`
         crossed, squared = (full * local).sum(-1, keepdim=True), local.square().sum(-1, keepdim=True)
-        squares = (gates * (gates * squared - 2 * crossed)).double().sum(1)
-        self.squares = self.squares + (squares + full.double().square().sum((1, 2))[:, None]).cpu()
-        means = full.sum(1)[:, None] - gates.transpose(1, 2) @ local
-        self.means = self.means + means.double().cpu()
+        squares = gates * (gates * squared - 2 * crossed) + full.square().sum(-1, keepdim=True)
+        self.squares = self.squares + torch.einsum("htk,t->hk", squares.double(), weights).cpu()
+        weights = weights[:, None].to(full)
+        sums = (full * weights).sum(1)[:, None] - (gates * weights).transpose(1, 2) @ local
+        self.sums = self.sums + sums.double().cpu()
 
     def fit(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The sinks that change the heads least: `(H,)` indices of the grid, and `(H, D)` values."""
-        values = self.means / self.num_queries
-        index = (self.squares - self.num_queries * values.square().sum(-1)).argmin(1)
+        values = self.sums / self.total
+        index = (self.squares - self.total * values.square().sum(-1)).argmin(1)
         return index, values[torch.arange(len(index)), index]
 
     def change(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`(H,)` summed squared changes, with sinks as of `fit`."""
-        if not self.num_queries:
+        if not self.total:
             return torch.zeros(len(index), dtype=torch.float64)
         heads = torch.arange(len(index))
-        shift = value * (self.num_queries * value - 2 * self.means[heads, index])
+        shift = value * (self.total * value - 2 * self.sums[heads, index])
         return (self.squares[heads, index] + shift.sum(-1)).clamp(min=0)
 
 
 def _collect(
-    model: LSGPTForCausalLM, inputs: Iterable[tuple[torch.Tensor, int]], window: int, moments: list[_Moments]
+    model: LSGPTForCausalLM, inputs: Iterable[tuple[torch.Tensor, torch.Tensor]], window: int, moments: list[_Moments]
 ):
-    """Adds to the `moments` of each layer the queries of token ids `(n,)`, so many at the end of each."""
-    num_queries = 0
+    """Adds to the `moments` of each layer the last queries of token ids `(n,)`, as many as have weights."""
+    weights = torch.empty(0)
 
     def adder(of_layer: _Moments):
         def add(layer, args, kwargs):
@@ -217,16 +235,18 @@ def _collect(
             if of_layer.logits is None:
                 _, lse = _attend(heads, max(length - QUERIES_AT_ONCE, 0), length)
                 of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
-            for start in range(length - num_queries, length, QUERIES_AT_ONCE):
-                stop = min(start + QUERIES_AT_ONCE, length)
-                of_layer.add(_attend(heads, start, stop)[0], *_attend(heads, start, stop, window))
+            start = length - len(weights)
+            for part in weights.to(heads.key.device, torch.float64).split(QUERIES_AT_ONCE):
+                stop = start + len(part)
+                of_layer.add(_attend(heads, start, stop)[0], *_attend(heads, start, stop, window), part)
+                start = stop
 
         return add
 
     layers = attention_layers(model)
     handles = [layer.register_forward_pre_hook(adder(x), with_kwargs=True) for layer, x in zip(layers, moments)]
     try:
-        for ids, num_queries in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (the hooks read it)
+        for ids, weights in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (the hooks read it)
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:

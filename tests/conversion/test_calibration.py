@@ -163,15 +163,17 @@ def test_measured_change_is_that_of_the_outputs_of_a_model_with_local_heads(grou
 
     def change(inputs):
         result = 0
-        for ids, count in inputs:
+        for ids, weights in inputs:
             calls = attention_inputs(model, ids)
             before, after = head_outputs(model, calls, ids), head_outputs(local, calls, ids)
-            squares = (before - after - changes.sinks.values[:, None])[:, -count:].square()
-            result = result + squares.unflatten(2, (3, 2)).sum((1, 3, 4))
+            squares = (before - after - changes.sinks.values[:, None])[:, -len(weights) :].square()
+            result = result + (squares * weights[:, None, None]).unflatten(2, (3, 2)).sum((1, 3, 4))
         return result
 
-    torch.testing.assert_close(changes.text, change((ids, 40) for ids in blocks), rtol=1e-9, atol=1e-9)
-    expected = change((ids[:-1], count) for ids, count in passages)
+    # The first token counts as much as the other 7 from which the window hides nothing, and as the 32 later ones.
+    weights = torch.tensor([32.0] + 7 * [32 / 7] + 32 * [1.0], dtype=torch.float64)
+    torch.testing.assert_close(changes.text, change((ids, weights) for ids in blocks), rtol=1e-6, atol=1e-9)
+    expected = change((ids[:-1], torch.ones(count)) for ids, count in passages)
     torch.testing.assert_close(changes.retrieval, expected, rtol=1e-9, atol=1e-9)
     shares = changes.text / changes.text.sum() + changes.retrieval / changes.retrieval.sum()
     torch.testing.assert_close(changes.scores, shares / 2)
@@ -200,12 +202,14 @@ def test_sinks_are_those_that_change_the_outputs_least(grouped_model):
             if len(lse) == 1:
                 grid = of_all.logsumexp(-1)[:, -128:].mean(1, keepdim=True) + SINK_LOGITS
         full, local, lse = torch.cat(full, 1), torch.cat(local, 1), torch.cat(lse, 1)
+        # The first token counts as much as the other 7 from which the window hides nothing, and as the later ones.
+        weights = torch.tensor(([142.0] + 7 * [142 / 7] + 142 * [1.0]) * 2, dtype=torch.float64)[:, None]
         for head in range(6):
             changes = full[head] - (lse[head] - grid[head][:, None]).sigmoid()[..., None] * local[head]
-            errors = (changes - changes.mean(1, keepdim=True)).square().sum((1, 2))
-            best = errors.argmin()
+            values = (changes * weights).sum(1) / weights.sum()
+            best = ((changes - values[:, None]).square() * weights).sum((1, 2)).argmin()
             torch.testing.assert_close(sinks.logits[i, head], grid[head, best])
-            torch.testing.assert_close(sinks.values[i, head], changes[best].mean(0))
+            torch.testing.assert_close(sinks.values[i, head], values[best], rtol=1e-5, atol=1e-8)
 
 
 @torch.no_grad()
