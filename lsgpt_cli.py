@@ -101,7 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help=text,
         description=f"{text.capitalize()}, with the same logits: Llama, Mistral, Qwen2, Qwen3, GPT-2, nanoGPT, or the "
         "paper's code. Tokenizer, chat template and generation configuration come along. A pretrained model can be "
-        "given local heads: those that, on a text of yours, attend inside the window anyway.",
+        "given local heads: those whose output changes least by it on a text of yours.",
         allow_abbrev=False,
     )
     convert.add_argument(
@@ -111,7 +111,10 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("folder", metavar="FOLDER", help="a new or an empty folder to write the checkpoint into")
     convert.add_argument(
-        "--global-heads", metavar="K", type=_positive_int, help="number of heads in each layer that stay global"
+        "--global-kv-heads",
+        metavar="N",
+        type=_count_or_share,
+        help="key/value heads of the whole model that stay global: their number, or a share such as 0.2",
     )
     convert.add_argument(
         "--window",
@@ -127,17 +130,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     convert.add_argument(
         "--balance",
-        choices=("layer", "overall"),
-        default="layer",
-        help="choose the K least local heads of each layer, or as many overall, so that layers differ; "
-        "default: %(default)s",
+        choices=("overall", "layer"),
+        default="overall",
+        help="choose the N heads that change most wherever they are, or as many in each layer; default: %(default)s",
     )
     convert.add_argument(
         "--max-blocks",
         metavar="N",
         type=_positive_int,
-        default=32,
-        help="blocks of text to measure heads on at most, and as many to evaluate; default: %(default)s",
+        default=16,
+        help="blocks of text, of up to 2,048 tokens each, to measure heads on at most, and as many to evaluate; "
+        "default: %(default)s",
     )
     convert.set_defaults(run=_convert)
 
@@ -155,6 +158,18 @@ def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of 1 or more; got {text!r}")
     return int(text)
+
+
+def _count_or_share(text: str) -> int | float:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, or a share between 0 and 1; got {text!r}")
+    return value
 
 
 def _positive_float(text: str) -> float:
@@ -326,19 +341,19 @@ def _info(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from lsgpt.conversion import convert
-    from lsgpt.conversion.calibration import format_perplexities
+    from lsgpt.conversion.calibration import format_quality
     from lsgpt.utilities import describe
 
     model, calibration = convert(
-        args.source, args.folder, args.global_heads, args.window, args.calibrate, args.balance, args.max_blocks
+        args.source, args.folder, args.global_kv_heads, args.window, args.calibrate, args.balance, args.max_blocks
     )
     print(f"Converted {args.source} to {args.folder}")
     for name, value in describe(model.config).items():
         print(f"  {name:<34}{value}")
     if calibration is not None:
-        print("\nPerplexity on held-out text:")
-        for name, value in format_perplexities(calibration).items():
-            print(f"  {value:<32}{name}")
+        print("\nPerplexity on held-out text, and retrieval of a pass key:")
+        for name, *values in format_quality(calibration):
+            print(f"  {name:<40}{'  '.join(values)}")
         print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")
         print(
             f"  lsgpt train finetune --model_name_or_path {args.folder} --dataset_name {args.calibrate} "

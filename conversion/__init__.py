@@ -1,14 +1,17 @@
 """Checkpoints of other code as LSGPT checkpoints: pretrained models with calibrated heads, nanoGPT's, the paper's."""
 
-from .calibration import Calibration, calibrate, perplexity, plot_locality, read_blocks
+from .calibration import Calibration, Passage, calibrate, make_passages, perplexity, plot_scores, read_blocks, recall
 from .convert import convert
-from .heads import choose_global_heads, measure_locality, with_global_heads
+from .heads import HeadChanges, Sinks, choose_global_heads, measure_changes, with_global_heads
 from .nanogpt import convert_nanogpt, load_nanogpt
 from .pretrained import convert_pretrained, load_pretrained
 
 
 __all__ = [
     "Calibration",
+    "HeadChanges",
+    "Passage",
+    "Sinks",
     "calibrate",
     "choose_global_heads",
     "convert",
@@ -16,9 +19,11 @@ __all__ = [
     "convert_pretrained",
     "load_nanogpt",
     "load_pretrained",
-    "measure_locality",
+    "make_passages",
+    "measure_changes",
     "perplexity",
-    "plot_locality",
+    "plot_scores",
     "read_blocks",
+    "recall",
     "with_global_heads",
 ]

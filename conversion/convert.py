@@ -19,27 +19,27 @@ _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
 def convert(
     source: str | Path,
     folder: str | Path,
-    global_heads: int | None = None,
+    global_kv_heads: int | float | None = None,
     window: int | None = None,
     text: str | None = None,
-    balance: str = "layer",
-    max_blocks: int = 32,
+    balance: str = "overall",
+    max_blocks: int = 16,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
     Writes an LSGPT checkpoint with the weights and the logits of another one, in its dtype (a GGUF file's in float32):
     nanoGPT's, the paper's, GPT-2, Llama, Mistral, Qwen2 or Qwen3. Tokenizer, chat template and generation
     configuration come along, and licence and origin, in the metadata of a README.md.
 
-    With a text, most heads of a GPT-2 become local, those that attend inside the window anyway. They are measured on
-    one part of the text, the perplexity before and after on the other, and `report.md` tells of both.
+    With a text, most heads become local, with sinks: those whose output that changes least. They are measured on one
+    part of the text, perplexity and retrieval before and after on the other, and `report.md` tells of both.
 
     Args:
         source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a model of one of the other kinds: its
             folder, its name on the Hub, or, but for GPT-2, a GGUF file.
         folder: A new or an empty folder.
-        global_heads: Number of heads in each layer that stay global.
+        global_kv_heads: Number of key/value heads of the whole model that stay global, or a share of them below 1.
         window: Number of keys that a query of a local head sees, its own included.
-        text, max_blocks: As of `read_blocks`; a block has as many tokens as the model has positions.
+        text, max_blocks: As of `calibrate`.
         balance: As of `choose_global_heads`.
 
     Returns:
@@ -53,7 +53,7 @@ def convert(
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which has content")
-    wanted = {"global_heads": global_heads, "window": window, "calibrate": text}
+    wanted = {"global_kv_heads": global_kv_heads, "window": window, "calibrate": text}
     absent = [name for name, value in wanted.items() if value is None]
     if len(absent) in (1, 2):
         raise ValueError(f"`{'`, `'.join(wanted)}` must be given together; got no `{'`, `'.join(absent)}`")
@@ -83,9 +83,9 @@ def convert(
                 f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model, pretrained = model.to(device), pretrained.to(device)
-        calibration = calibrate(model, tokenizer, text, global_heads, window, balance, max_blocks, pretrained)
-        model = with_global_heads(model, calibration.global_heads, window)
+        model = model.to(device)
+        calibration = calibrate(model, tokenizer, text, global_kv_heads, window, balance, max_blocks)
+        model = with_global_heads(model, calibration.global_kv_heads, window, calibration.changes.sinks)
 
     if pretrained is not None:
         model.generation_config = pretrained.generation_config
@@ -95,5 +95,5 @@ def convert(
     if pretrained is not None:
         write_origin(source, folder, origin)
     if calibration is not None:
-        write_report(folder, source, text, calibration)
+        write_report(folder, source, text, calibration, model.config)
     return model, calibration

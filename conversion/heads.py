@@ -1,23 +1,55 @@
-"""Global and local heads for a pretrained model: measure where heads attend, choose, and put the global ones first.
+"""Global and local heads for a pretrained model: measure what a head loses as a local one, choose, put global ones first.
 
-Shapes: L layers, H heads, D `head_dim`, n tokens in a block.
+Shapes: L layers, H query heads, H_kv key/value heads, G query heads that share a key/value head, D `head_dim`, n tokens.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
 from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM, Visibility, attention_layers
-from lsgpt.modeling_lsgpt.engines_lsgpt import eager_attention_weights
+from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
 
 
-BALANCES = ("layer", "overall")
+BALANCES = ("overall", "layer")
 
 QUERIES_AT_ONCE = 128
 """Number of queries of one layer whose attention weights are in memory together."""
+
+SINK_LOGITS = torch.arange(-8.0, 4.25, 0.25, dtype=torch.float64)
+"""The sink logits to choose from, relative to the log-sum-exp of a head's logits."""
+
+
+class Sinks(NamedTuple):
+    """
+    What stands for the tokens that a head no longer sees when it becomes local. Its output is then
+    `sum(exp(z) * v) / (sum(exp(z)) + exp(logit)) + value`, over the keys in its window.
+    """
+
+    logits: torch.Tensor
+    """`(L, H)`, in the softmax's denominator."""
+    values: torch.Tensor
+    """`(L, H, D)`, added to the head's output; the bias of the output projection carries it."""
+
+
+class HeadChanges(NamedTuple):
+    """What `measure_changes` returns, in float64 on the CPU."""
+
+    text: torch.Tensor
+    """`(L, H_kv)`, the summed squared change of the outputs of a key/value head's query heads on text."""
+    retrieval: torch.Tensor | None
+    """`(L, H_kv)`, the same where a passage asks for something that stands far before; `None` without passages."""
+    sinks: Sinks
+    """The sinks with which the change on text is least."""
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """`(L, H_kv)`, the share of both changes that each key/value head has; they sum up to 1."""
+        changes = [self.text] if self.retrieval is None else [self.text, self.retrieval]
+        return sum(change / change.sum() for change in changes) / len(changes)
 
 
 def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTForCausalLM:
@@ -31,124 +63,250 @@ def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTF
     return model.eval()
 
 
-def with_global_heads(model: LSGPTForCausalLM, global_heads: Sequence[Sequence[int]], window: int) -> LSGPTForCausalLM:
+def with_global_heads(
+    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks
+) -> LSGPTForCausalLM:
     """
-    The same model with some heads global, which then come first, and the others local.
+    The same model with some heads global, which then come first, and the others local, with sinks.
 
-    To permute the heads of a layer, rows of the query, key and value projections and columns of the output projection,
-    changes nothing, so the logits differ only by what the window hides.
+    To permute the key/value heads of a layer and with them the query heads that they serve (rows of the query, key and
+    value projections, columns of the output projection) changes nothing, so the logits differ only by what the window
+    hides and the sinks put in its place.
 
     Args:
-        model: A model whose heads are all global, each with keys of its own. It stays as it is, and shares with the
-            new one the tensors that are equal.
-        global_heads: For each layer the heads that stay global.
+        model: A model whose heads are all global. It stays as it is, and shares with the new one the tensors that are
+            equal.
+        global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, its own included.
+        sinks: Of all heads; those of the local ones are used.
 
     Raises:
-        ValueError: A model with local heads or shared keys, heads that it does not have, or a window below 2.
+        ValueError: A model with local heads, heads that it does not have, or a window below 2.
     """
-    _check_model(model)
+    _check_all_global(model)
     config, weights = copy.deepcopy(model.config), model.state_dict()
-    num_heads = config.num_attention_heads
-    for layer, chosen in enumerate(global_heads):
-        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(num_heads)):
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    query_heads = torch.arange(num_heads).view(num_kv_heads, -1)  # `(H_kv, G)`
+    for layer, chosen in enumerate(global_kv_heads):
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(num_kv_heads)):
             raise ValueError(
-                f"`global_heads` must be different heads from 0 to {num_heads - 1}; got {list(chosen)} for layer "
-                f"{layer}"
+                f"`global_kv_heads` must be different key/value heads from 0 to {num_kv_heads - 1}; got "
+                f"{list(chosen)} for layer {layer}"
             )
-        order = torch.tensor([*chosen, *(head for head in range(num_heads) if head not in chosen)])
+        others = [head for head in range(num_kv_heads) if head not in chosen]
         prefix = f"model.layers.{layer}.self_attn."
-        # Norms of queries and keys are the same for all heads, and so is the bias of the output projection.
-        projections = {f"{x}_proj.{kind}": 0 for x in "qkv" for kind in ("weight", "bias")} | {"o_proj.weight": 1}
-        for name, dim in projections.items():
+        weight = weights[f"{prefix}o_proj.weight"]
+        local = query_heads[others].flatten()
+        if others:
+            weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
+        if others or any(len(heads) < num_kv_heads for heads in global_kv_heads):
+            columns = weight.unflatten(1, (num_heads, -1))[:, local.to(weight.device)]
+            bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device).double())
+            bias = bias + weights.get(f"{prefix}o_proj.bias", 0)
+            weights[f"{prefix}o_proj.bias"] = bias.to(weight.dtype)
+        kv_order = torch.tensor([*chosen, *others])
+        q_order = query_heads[kv_order].flatten()
+        # Norms of queries and keys are the same for all heads, and the bias of the output projection has none.
+        orders = {"q": q_order, "k": kv_order, "v": kv_order}
+        permuted = {f"{x}_proj.{kind}": (0, order) for x, order in orders.items() for kind in ("weight", "bias")}
+        for name, (dim, order) in {**permuted, "o_proj.weight": (1, q_order)}.items():
             if prefix + name in weights:
-                heads = weights[prefix + name].unflatten(dim, (num_heads, config.head_dim))
+                heads = weights[prefix + name].unflatten(dim, (len(order), config.head_dim))
                 weights[prefix + name] = heads.index_select(dim, order.to(heads.device)).flatten(dim, dim + 1)
-    counts = [len(chosen) for chosen in global_heads]
+    counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
+    if min(counts) < num_heads:
+        config.attention_sinks = True
+        if not config.has_bias("o_proj"):
+            config.use_bias = [*(config.use_bias or []), "o_proj"]
     config.validate_architecture()
     return build_model(config, weights)
 
 
 @torch.no_grad()
-def measure_locality(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], window: int) -> torch.Tensor:
+def measure_changes(
+    model: LSGPTForCausalLM,
+    blocks: Iterable[torch.Tensor],
+    window: int,
+    passages: Iterable[tuple[torch.Tensor, int]] = (),
+) -> HeadChanges:
     """
-    The share of its attention that each head spends on the last `window` keys, the query's own included: the mean over
-    the queries from which the window hides something, those at position `window` and later.
+    How much the output of each head changes when it becomes local, with the sinks that change it least.
+
+    Forward passes of the model as it is; each layer's attention is computed once more, for `QUERIES_AT_ONCE` queries
+    at a time, over everything and over the window.
 
     Args:
-        model: A model whose heads are all global, each with keys of its own.
+        model: A model whose heads are all global.
         blocks: Token ids `(n,)` each, with `n > window`.
-        window: Number of keys.
-
-    Returns:
-        `(L, H)` numbers between 0 and 1 in float64, on the CPU.
+        window: Number of keys that a query of a local head sees, its own included.
+        passages: Token ids `(n,)`, and the number of tokens at the end whose prediction counts.
 
     Raises:
-        ValueError: A model with local heads or shared keys.
+        ValueError: A model with local heads.
     """
-    _check_model(model)
-    layers = attention_layers(model)
-    totals = torch.zeros(len(layers), model.config.num_attention_heads, dtype=torch.float64)
+    _check_all_global(model)
+    text = [_Moments() for _ in attention_layers(model)]
+    _collect(model, ((block, _weights(len(block), window)) for block in blocks), window, text)
+    fits = [moments.fit() for moments in text]
+    retrieval = [_Moments(moments.logits) for moments in text]
+    _collect(model, ((ids[:-1], torch.ones(length)) for ids, length in passages), window, retrieval)
 
-    def adder(total: torch.Tensor):
+    def per_kv_head(moments: list[_Moments]) -> torch.Tensor:
+        changes = [each.change(index, value) for each, (index, value) in zip(moments, fits)]
+        return torch.stack(changes).unflatten(1, (model.config.num_key_value_heads, -1)).sum(2)
+
+    logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
+    sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
+    return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].total else None, sinks)
+
+
+def _weights(length: int, window: int) -> torch.Tensor:
+    """
+    How much each query of a block counts, `(n,)`. Three parts count the same: the first token, since all later ones
+    attend to it, and a model that has its state changed is ruined; the other queries from which a window hides
+    nothing, which see the first tokens and the sink both; and all later queries.
+    """
+    later = length - window
+    weights = torch.ones(length, dtype=torch.float64)
+    weights[1:window] = later / (window - 1)
+    weights[0] = later
+    return weights
+
+
+class _Moments:
+    """
+    Sums over queries from which follows how much the heads of a layer change, for any sinks.
+
+    Over everything a head returns `f`, over its window alone `w`. With a sink of logit `s` and value `c` it returns
+    `g * w + c`, `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The change is
+    `sum |f - g w - c|^2 = sum |f|^2 - 2 sum g f.w + sum g^2 |w|^2 - 2 c . sum (f - g w) + total * |c|^2`.
+    The sums are over queries, which may have weights, and those with `g` are taken for every logit of a grid.
+    """
+
+    def __init__(self, logits: torch.Tensor | None = None):
+        self.logits = logits
+        """`(H, K)`, the grid; `None` until the first queries have shown where logits lie."""
+        self.total = 0.0
+        """The queries' weights, summed."""
+        self.squares = self.sums = 0.0  # `(H, K)` and `(H, K, D)` once there are queries
+
+    def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
+        """
+        Adds queries: outputs over everything and over the window `(H, T, D)`, log-sum-exp over the window `(H, T)`,
+        and how much each query counts, `(T,)`.
+        """
+        self.total += weights.sum().item()
+        gates = (lse[..., None] - self.logits[:, None].to(lse)).sigmoid()  # `(H, T, K)`
+        crossed, squared = (full * local).sum(-1, keepdim=True), local.square().sum(-1, keepdim=True)
+        squares = gates * (gates * squared - 2 * crossed) + full.square().sum(-1, keepdim=True)
+        self.squares = self.squares + torch.einsum("htk,t->hk", squares.double(), weights).cpu()
+        weights = weights[:, None].to(full)
+        sums = (full * weights).sum(1)[:, None] - (gates * weights).transpose(1, 2) @ local
+        self.sums = self.sums + sums.double().cpu()
+
+    def fit(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sinks that change the heads least: `(H,)` indices of the grid, and `(H, D)` values."""
+        values = self.sums / self.total
+        index = (self.squares - self.total * values.square().sum(-1)).argmin(1)
+        return index, values[torch.arange(len(index)), index]
+
+    def change(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`(H,)` summed squared changes, with sinks as of `fit`."""
+        if not self.total:
+            return torch.zeros(len(index), dtype=torch.float64)
+        heads = torch.arange(len(index))
+        shift = value * (self.total * value - 2 * self.sums[heads, index])
+        return (self.squares[heads, index] + shift.sum(-1)).clamp(min=0)
+
+
+def _collect(
+    model: LSGPTForCausalLM, inputs: Iterable[tuple[torch.Tensor, torch.Tensor]], window: int, moments: list[_Moments]
+):
+    """Adds to the `moments` of each layer the last queries of token ids `(n,)`, as many as have weights."""
+    weights = torch.empty(0)
+
+    def adder(of_layer: _Moments):
         def add(layer, args, kwargs):
             # What the layer is about to compute, on whatever engine.
             heads = layer.project(*args, kwargs["position_embeddings"])
-            length, device = heads.key.shape[2], heads.key.device
-            all_heads = Visibility(length, length, device=device)
-            for rows in all_heads.query_positions[window:].split(QUERIES_AT_ONCE):
-                pairs = (0, 0, rows[:, None], all_heads.key_positions)
-                in_window = replace(all_heads, window=window).sees(*pairs)
-                queries = heads._replace(query=heads.query[:, :, rows])
-                weights = eager_attention_weights(queries, all_heads.sees(*pairs)[None, None])
-                total.add_(weights.masked_fill(~in_window, 0.0).double().sum((0, 2, 3)).cpu())
+            length = heads.key.shape[2]
+            if of_layer.logits is None:
+                _, lse = _attend(heads, max(length - QUERIES_AT_ONCE, 0), length)
+                of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
+            start = length - len(weights)
+            for part in weights.to(heads.key.device, torch.float64).split(QUERIES_AT_ONCE):
+                stop = start + len(part)
+                of_layer.add(_attend(heads, start, stop)[0], *_attend(heads, start, stop, window), part)
+                start = stop
 
         return add
 
-    handles = [layer.register_forward_pre_hook(adder(total), with_kwargs=True) for layer, total in zip(layers, totals)]
-    num_queries = 0
+    layers = attention_layers(model)
+    handles = [layer.register_forward_pre_hook(adder(x), with_kwargs=True) for layer, x in zip(layers, moments)]
     try:
-        for block in tqdm(blocks, desc="Measuring heads", leave=False):
-            model(input_ids=block[None].to(model.device), use_cache=False, logits_to_keep=1)
-            num_queries += len(block) - window
+        for ids, weights in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (the hooks read it)
+            model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
-    return totals / num_queries
 
 
-def _check_model(model: LSGPTForCausalLM):
+def _attend(heads: Heads, start: int, stop: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What the queries from `start` to `stop` get from all keys or from those in a window: outputs `(H, T, D)`, and the
+    log-sum-exp of the logits `(H, T)`, in float32 or better.
+    """
+    group, begin = heads.group, 0 if window is None else max(start - window + 1, 0)
+    dtype = torch.promote_types(heads.query.dtype, torch.float32)
+    query = heads.query[0, :, start:stop].unflatten(0, (-1, group.num_key_value_groups)).to(dtype)
+    key, value = (x[0, :, None, begin:stop].to(dtype) for x in (heads.key, heads.value))
+    logits = query @ key.transpose(-1, -2) * group.scaling  # `(H_kv, G, T, S)`
+    if group.softcap is not None:
+        logits = group.softcap * torch.tanh(logits / group.softcap)
+    visibility = Visibility(stop - start, stop - begin, start, begin, window, device=logits.device)
+    logits = logits.masked_fill(~visibility.dense(), -torch.inf)
+    lse = logits.logsumexp(-1, keepdim=True)
+    return ((logits - lse).exp() @ value).flatten(0, 1), lse[..., 0].flatten(0, 1)
+
+
+def _check_all_global(model: LSGPTForCausalLM):
     config = model.config
-    all_global = config.layer_types == [GLOBAL] * config.num_hidden_layers
-    if not all_global or config.num_key_value_heads != config.num_attention_heads:
+    if config.layer_types != [GLOBAL] * config.num_hidden_layers:
         raise ValueError(
-            f"`model` must have {config.num_attention_heads} global heads, each with keys of its own; got "
-            f"`num_global_heads` {config.num_global_heads} and `num_key_value_heads` {config.num_key_value_heads}"
+            f"`model` must have {config.num_attention_heads} global heads in each layer; got `num_global_heads` "
+            f"{config.num_global_heads}"
         )
 
 
-def choose_global_heads(locality: torch.Tensor, count: int, balance: str = "layer") -> list[list[int]]:
+def choose_global_heads(scores: torch.Tensor, count: int, balance: str = "overall") -> list[list[int]]:
     """
-    The least local heads, to be made global.
+    The key/value heads that would change most as local ones, to stay global.
 
     Args:
-        locality (`(L, H)`): What `measure_locality` returns.
-        count: Number of global heads in a layer.
-        balance: `"layer"` takes `count` heads in each layer; `"overall"` the `count * L` least local ones of the whole
-            model, so that layers may have different numbers.
+        scores (`(L, H_kv)`): Such as `HeadChanges.scores`.
+        count: Number of key/value heads of the whole model that stay global.
+        balance: `"overall"` takes those with the highest scores wherever they are, so that layers may have different
+            numbers; `"layer"` as many in each layer.
 
     Returns:
         For each layer the chosen heads, ascending.
 
     Raises:
-        ValueError: No such balance.
+        ValueError: No such balance, or a count that layers cannot share evenly.
     """
     if balance not in BALANCES:
         raise ValueError(f"`balance` must be one of {', '.join(BALANCES)}; got {balance!r}")
+    num_layers = len(scores)
     if balance == "layer":
-        return locality.argsort(dim=1, stable=True)[:, :count].sort(dim=1).values.tolist()
-    chosen = torch.zeros(locality.numel(), dtype=torch.bool)
-    chosen[locality.flatten().argsort(stable=True)[: count * len(locality)]] = True
-    return [row.nonzero().flatten().tolist() for row in chosen.view_as(locality)]
+        if count % num_layers:
+            raise ValueError(
+                f"`global_kv_heads` must be a multiple of the {num_layers} layers with `balance` layer; got {count}. "
+                "Choose another number, or `balance` overall"
+            )
+        order = scores.argsort(dim=1, descending=True, stable=True)
+        return order[:, : count // num_layers].sort(dim=1).values.tolist()
+    chosen = torch.zeros(scores.numel(), dtype=torch.bool)
+    chosen[scores.flatten().argsort(descending=True, stable=True)[:count]] = True
+    return [row.nonzero().flatten().tolist() for row in chosen.view_as(scores)]
