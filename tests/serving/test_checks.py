@@ -1,6 +1,8 @@
 """What cannot be served is refused with a reason, most of it before a model is loaded."""
 
 import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 
 def test_tensor_parallelism_needs_heads_to_share(tiny_model, tmp_path, start_engine):
@@ -32,3 +34,21 @@ def test_head_dim_that_the_backend_lacks(tiny_model, tmp_path, start_engine):
     message = "`head_dim` must be at most 512 for vLLM's attention backend CPU_ATTN; got 520"
     with pytest.raises(ValueError, match=message), start_engine(tmp_path):
         pass
+
+
+def test_attention_backend_without_sinks(tiny_model, tmp_path, start_engine):
+    """Backends can be replaced by others; one that ignores what it does not know would leave out the sinks."""
+
+    @register_backend(AttentionBackendEnum.CPU_ATTN)
+    class NoSinks(CPUAttentionBackend):
+        @staticmethod
+        def get_impl_cls():
+            return lambda *args, **kwargs: CPUAttentionBackend.get_impl_cls()(*args)
+
+    tiny_model(head_dim=96, attention_sinks=True).save_pretrained(tmp_path)  # vLLM has chosen for others already
+    message = "`attention_sinks` must be False for attention backends .* got True, and CPU_ATTN has none"
+    try:
+        with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+            pass
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
