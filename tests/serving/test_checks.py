@@ -1,7 +1,7 @@
 """What cannot be served is refused with a reason, most of it before a model is loaded."""
 
 import pytest
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 
@@ -36,16 +36,24 @@ def test_head_dim_that_the_backend_lacks(tiny_model, tmp_path, start_engine):
         pass
 
 
+class SinklessImpl(CPUAttentionBackendImpl):
+    """Ignores what it does not know, as some of vLLM's do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args)
+
+
+class SinklessBackend(CPUAttentionBackend):
+    """Attention on the CPU without sinks."""
+
+    @staticmethod
+    def get_impl_cls():
+        return SinklessImpl
+
+
 def test_attention_backend_without_sinks(tiny_model, tmp_path, start_engine):
-    """Backends can be replaced by others; one that ignores what it does not know would leave out the sinks."""
-
-    @register_backend(AttentionBackendEnum.CPU_ATTN)
-    class NoSinks(CPUAttentionBackend):
-        @staticmethod
-        def get_impl_cls():
-            return lambda *args, **kwargs: CPUAttentionBackend.get_impl_cls()(*args)
-
-    tiny_model(head_dim=96, attention_sinks=True).save_pretrained(tmp_path)  # vLLM has chosen for others already
+    tiny_model(head_dim=96, attention_sinks=True).save_pretrained(tmp_path)  # vLLM has chosen for other widths already
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.SinklessBackend")
     message = "`attention_sinks` must be False for attention backends .* got True, and CPU_ATTN has none"
     try:
         with pytest.raises(ValueError, match=message), start_engine(tmp_path):

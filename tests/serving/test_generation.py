@@ -101,7 +101,7 @@ def test_equals_transformers(seed, tmp_path, start_engine, continue_prompts, ass
 
 
 def test_random_configurations_cover_the_model():
-    """Among those with sinks is everything that `docs/serving.md` says is supported, and all global among the others."""
+    """They have everything that `docs/serving.md` says is supported; what can have sinks, with sinks."""
     configs = [random_config(seed) for seed in WITH_SINKS]
     counts = [config.num_global_heads_per_layer for config in configs]
     assert {config.position_embedding_type for config in configs} == set(POSITIONS)
