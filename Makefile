@@ -7,7 +7,7 @@ RUN = $(VENV)/bin/python -m
 # What is never imported need not be compiled, and the rest is when it is first imported.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-floor test-serving lint
+.PHONY: help demo test test-floor test-serving test-serving-next lint
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -24,6 +24,9 @@ test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supp
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
 	$(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
+
+test-serving-next: $(SERVING_VENV)/next/installed  ## Run the same tests on the Python code of a vLLM that has no CPU build yet
+	PYTHONPATH=$(abspath $(SERVING_VENV)/next) VLLM_TARGET_DEVICE=cpu $(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
 
 lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff check
@@ -56,4 +59,10 @@ $(FLOOR_VENV)/installed: constraints-floor.txt
 $(SERVING_VENV)/installed: setup.cfg pyproject.toml constraints-serving.txt
 	$(PYTHON) -m venv $(SERVING_VENV)
 	$(SERVING_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps --requirement constraints-serving.txt --editable .
+	touch $@
+
+# It stands before the CPU build on Python's path, and has that one's kernels.
+$(SERVING_VENV)/next/installed: $(SERVING_VENV)/installed
+	$(SERVING_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target $(@D) vllm==0.33.0
+	cp $(SERVING_VENV)/lib/python3*/site-packages/vllm/*.abi3.so $(@D)/vllm
 	touch $@

@@ -7,6 +7,7 @@ have left the window.
 Shapes: T tokens of all requests in a step, D `head_dim`, R the number of tensor-parallel ranks.
 """
 
+import inspect
 import re
 from collections.abc import Iterable
 
@@ -19,11 +20,18 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.selector import get_attn_backend
 
@@ -31,14 +39,20 @@ from lsgpt.modeling_lsgpt.configuration_lsgpt import LOCAL, LSGPTConfig
 from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTSinusoidalPositions
 
 
-def supported_head_size(head_dim: int, cache_dtype: str) -> int:
+def supported_head_size(head_dim: int, cache_dtype: str, has_sinks: bool) -> int:
     """
     The smallest width that the attention backend has for heads of `head_dim`; they are padded with zeros to it.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or the heads have sinks and the backend knows none.
     """
-    backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype)
+    backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype, has_sink=has_sinks)
+    # Said here, because some backends ignore what they do not know.
+    if has_sinks and "sinks" not in inspect.signature(backend.get_impl_cls()).parameters:
+        raise ValueError(
+            "`attention_sinks` must be False for attention backends of vLLM's without sinks; got True, and "
+            f"{backend.get_name()} has none (choose another one with `--attention-backend`)"
+        )
     sizes = backend.get_supported_head_sizes() or [head_dim]  # a backend without a list has judged already
     if head_dim > max(sizes):
         raise ValueError(
@@ -63,14 +77,14 @@ class LSGPTAttention(nn.Module):
             self.head_dim,
             heads,
             kv_heads,
-            bias=config.use_bias,
+            bias=config.has_bias("qkv_proj"),
             quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
             heads * self.head_dim,
             config.hidden_size,
-            bias=config.use_bias,
+            bias=config.has_bias("o_proj"),
             quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
@@ -82,13 +96,20 @@ class LSGPTAttention(nn.Module):
                 self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters
             )
 
-        self.padding = supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype) - self.head_dim
+        head_groups = config.head_groups[layer_idx]
+        self.sinks = None
+        if config.attention_sinks and LOCAL in head_groups:
+            # Those of rank r are the r-th piece, as are its local heads: see `_in_rank_order`.
+            self.sinks = nn.Parameter(torch.zeros(head_groups[LOCAL] // ranks), requires_grad=False)
+            set_weight_attrs(self.sinks, {"weight_loader": sharded_weight_loader(0)})
+
         self.head_groups = nn.ModuleDict()
         self.q_sizes, self.kv_sizes = [], []  # widths of each kind on this rank
-        for kind, num_heads in config.head_groups[layer_idx].items():
+        for kind, num_heads in head_groups.items():
+            sinks = {} if self.sinks is None or kind != LOCAL else {"sinks": self.sinks}
             self.head_groups[kind] = Attention(
                 num_heads // ranks,
-                self.head_dim + self.padding,
+                supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype, bool(sinks)),
                 self.head_dim**-0.5,
                 num_kv_heads=num_heads // groups // ranks,
                 cache_config=vllm_config.cache_config,
@@ -97,6 +118,7 @@ class LSGPTAttention(nn.Module):
                 # The last `sliding_window` keys, the query's own included: vLLM's convention too.
                 per_layer_sliding_window=config.sliding_window if kind == LOCAL else None,
                 prefix=f"{prefix}.{kind}",
+                **sinks,
             )
             self.q_sizes.append(num_heads // ranks * self.head_dim)
             self.kv_sizes.append(num_heads // groups // ranks * self.head_dim)
@@ -123,44 +145,63 @@ class LSGPTAttention(nn.Module):
         return output
 
     def _attend(self, group: Attention, *heads: torch.Tensor) -> torch.Tensor:
-        if self.padding == 0:
+        padding = group.head_size - self.head_dim
+        if padding == 0:
             return group(*heads)
-        padded = [F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.padding)).flatten(-2) for x in heads]
-        output = group(*padded).unflatten(-1, (-1, self.head_dim + self.padding))
+        padded = [F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, padding)).flatten(-2) for x in heads]
+        output = group(*padded).unflatten(-1, (-1, group.head_size))
         return output[..., : self.head_dim].flatten(-2)
 
 
 class LSGPTMLP(nn.Module):
-    """The position-wise feed-forward network: up, activation, down."""
+    """The position-wise feed-forward network: up, activation (of a gate, if there is one), down."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.up_proj = ColumnParallelLinear(
-            config.hidden_size,
-            config.intermediate_size,
-            bias=config.use_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.up_proj",
-        )
+        self.gated = config.gated_mlp
+        if self.gated:
+            self.gate_up_proj = MergedColumnParallelLinear(
+                config.hidden_size,
+                [config.intermediate_size] * 2,
+                bias=config.has_bias("mlp"),
+                quant_config=quant_config,
+                prefix=f"{prefix}.gate_up_proj",
+            )
+        else:
+            self.up_proj = ColumnParallelLinear(
+                config.hidden_size,
+                config.intermediate_size,
+                bias=config.has_bias("mlp"),
+                quant_config=quant_config,
+                prefix=f"{prefix}.up_proj",
+            )
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
             config.hidden_size,
-            bias=config.use_bias,
+            bias=config.has_bias("mlp"),
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
         )
-        self.act_fn = ACT2FN[config.hidden_act]  # vLLM knows fewer
+        self.act_fn = ACT2FN[config.hidden_act]  # vLLM knows fewer, gated and not
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        hidden_states, _ = self.up_proj(hidden_states)
-        hidden_states, _ = self.down_proj(self.act_fn(hidden_states))
+        if self.gated:
+            gate_up, _ = self.gate_up_proj(hidden_states)
+            gate, up = gate_up.chunk(2, dim=-1)
+            hidden_states = self.act_fn(gate) * up
+        else:
+            up, _ = self.up_proj(hidden_states)
+            hidden_states = self.act_fn(up)
+        hidden_states, _ = self.down_proj(hidden_states)
         return hidden_states
 
 
-def layer_norm(config: LSGPTConfig) -> LayerNorm:
-    """A layer norm over the residual stream."""
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+def make_norm(config: LSGPTConfig) -> nn.Module:
+    """A norm over the residual stream."""
+    if config.norm_type == "rms_norm":
+        return RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
 
 
 class LSGPTDecoderLayer(nn.Module):
@@ -169,9 +210,9 @@ class LSGPTDecoderLayer(nn.Module):
     def __init__(self, vllm_config: VllmConfig, layer_idx: int, prefix: str):
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.input_layernorm = layer_norm(config)
+        self.input_layernorm = make_norm(config)
         self.self_attn = LSGPTAttention(vllm_config, layer_idx, f"{prefix}.self_attn")
-        self.post_attention_layernorm = layer_norm(config)
+        self.post_attention_layernorm = make_norm(config)
         self.mlp = LSGPTMLP(vllm_config, f"{prefix}.mlp")
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -183,15 +224,6 @@ class LSGPTDecoderLayer(nn.Module):
 @support_torch_compile
 class LSGPTModel(nn.Module):
     """The decoder without a head: token ids to hidden states."""
-
-    # The names of a checkpoint, and the part of vLLM's fused layer that each one is.
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_stacked={
-            ".q_proj": (".qkv_proj", "q"),
-            ".k_proj": (".qkv_proj", "k"),
-            ".v_proj": (".qkv_proj", "v"),
-        }
-    )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -211,7 +243,7 @@ class LSGPTModel(nn.Module):
         self.layers = nn.ModuleList(
             LSGPTDecoderLayer(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
         )
-        self.norm = layer_norm(config)
+        self.norm = make_norm(config)
 
     def forward(
         self,
@@ -232,7 +264,11 @@ class LSGPTModel(nn.Module):
         """Loads a checkpoint's tensors, and returns the names of the parameters that it filled."""
         ranks = get_tensor_model_parallel_world_size()
         weights = ((name, self._in_rank_order(name, weight, ranks)) for name, weight in weights)
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        # The names of a checkpoint, and the part of vLLM's fused layer that each one is.
+        stacked = {f".{name}_proj": (".qkv_proj", name) for name in "qkv"}
+        if self.config.gated_mlp:
+            stacked |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
+        return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
 
     def _in_rank_order(self, name: str, weight: torch.Tensor, ranks: int) -> torch.Tensor:
         """

@@ -1,6 +1,8 @@
 """What cannot be served is refused with a reason, most of it before a model is loaded."""
 
 import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 
 def test_tensor_parallelism_needs_heads_to_share(tiny_model, tmp_path, start_engine):
@@ -32,3 +34,29 @@ def test_head_dim_that_the_backend_lacks(tiny_model, tmp_path, start_engine):
     message = "`head_dim` must be at most 512 for vLLM's attention backend CPU_ATTN; got 520"
     with pytest.raises(ValueError, match=message), start_engine(tmp_path):
         pass
+
+
+class SinklessImpl(CPUAttentionBackendImpl):
+    """Ignores what it does not know, as some of vLLM's do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args)
+
+
+class SinklessBackend(CPUAttentionBackend):
+    """Attention on the CPU without sinks."""
+
+    @staticmethod
+    def get_impl_cls():
+        return SinklessImpl
+
+
+def test_attention_backend_without_sinks(tiny_model, tmp_path, start_engine):
+    tiny_model(head_dim=96, attention_sinks=True).save_pretrained(tmp_path)  # vLLM has chosen for other widths already
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.SinklessBackend")
+    message = "`attention_sinks` must be False for attention backends .* got True, and CPU_ATTN has none"
+    try:
+        with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+            pass
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()

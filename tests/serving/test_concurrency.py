@@ -1,6 +1,6 @@
-"""How many requests the engine says it can hold, beside GPT-2 of the same shape in the same memory."""
+"""How many requests the engine says it can hold, beside a model whose heads are all global, in the same memory."""
 
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from lsgpt import LSGPTConfig
 
@@ -32,3 +32,35 @@ def test_holds_more_requests_than_gpt2(tmp_path, start_engine):
     )
     print(f"maximum concurrency: GPT-2 {gpt2:.2f}, LSGPT {lsgpt:.2f}, {lsgpt / gpt2:.2f} times as many")
     assert lsgpt >= 5.5 * gpt2
+
+
+def test_holds_more_requests_than_llama(tmp_path, start_engine):
+    """SmolLM2-135M's shape, 15 of 90 key/value heads global and a window of 128: more than 3.2 times as many."""
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 72,  # the cache does not depend on these two
+        "intermediate_size": 64,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": LENGTH,
+    }
+    llama = maximum_concurrency(LlamaConfig(**shape), "LlamaForCausalLM", tmp_path / "llama", start_engine)
+    # How many layers have 0, 1, 2 and 3 global key/value heads. vLLM pads blocks of 2 to those of 3.
+    for share in [(15, 15, 0, 0), (20, 6, 3, 1)]:
+        num_global_heads = [3 * kv_heads for kv_heads, layers in enumerate(share) for _ in range(layers)]
+        converted = LSGPTConfig(
+            num_global_heads=num_global_heads,
+            sliding_window=128,
+            attention_sinks=True,
+            gated_mlp=True,
+            position_embedding_type="rope",
+            norm_type="rms_norm",
+            use_bias=["o_proj"],
+            **shape,
+        )
+        lsgpt = maximum_concurrency(converted, "LSGPTForCausalLM", tmp_path / "lsgpt", start_engine)
+        print(f"maximum concurrency: Llama {llama:.2f}, LSGPT {lsgpt:.2f}, {lsgpt / llama:.2f} times as many {share}")
+        assert lsgpt >= 3.2 * llama

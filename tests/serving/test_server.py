@@ -27,7 +27,9 @@ def checkpoint(tiny_model, tmp_path):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["def f(x):\n    return x"], vocab_size=270)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
-    model = tiny_model(vocab_size=len(tokenizer), head_dim=20)  # the server pads them to 32
+    # The server pads the heads to 32.
+    blocks = {"norm_type": "rms_norm", "gated_mlp": True, "position_embedding_type": "rope", "attention_sinks": True}
+    model = tiny_model(vocab_size=len(tokenizer), head_dim=20, **blocks)
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

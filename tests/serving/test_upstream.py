@@ -47,10 +47,28 @@ def test_attention_takes_a_window_and_a_soft_cap_for_each_layer():
     assert takes(Attention, *names)
 
 
+def test_the_cpu_backend_takes_sinks_and_others_say_whether_they_do():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl  # noqa: PLC0415
+    from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
+
+    assert takes(CPUAttentionBackendImpl, "sinks")
+    assert takes(get_attn_backend, "has_sink")
+
+
+def test_a_parameter_can_have_its_own_loader():
+    from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader  # noqa: PLC0415
+    from vllm.model_executor.utils import set_weight_attrs  # noqa: PLC0415
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
+    assert takes(parameter.weight_loader, "param", "loaded_weight")
+
+
 def test_layers_take_the_arguments_of_ours():
     from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm  # noqa: PLC0415
     from vllm.model_executor.layers.linear import (  # noqa: PLC0415
         ColumnParallelLinear,
+        MergedColumnParallelLinear,
         QKVParallelLinear,
         RowParallelLinear,
     )
@@ -58,8 +76,9 @@ def test_layers_take_the_arguments_of_ours():
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
 
     assert takes(LayerNorm, "eps", "bias") and takes(RMSNorm, "eps")
-    for layer in (ColumnParallelLinear, QKVParallelLinear, RowParallelLinear):
+    for layer in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear):
         assert takes(layer, "bias", "quant_config", "prefix")
+    assert list(inspect.signature(MergedColumnParallelLinear).parameters)[:2] == ["input_size", "output_sizes"]
     order = ["hidden_size", "head_size", "total_num_heads", "total_num_kv_heads"]
     assert list(inspect.signature(QKVParallelLinear).parameters)[:4] == order
     assert takes(get_rope, "rope_parameters")
