@@ -21,8 +21,6 @@ from lsgpt.modeling_lsgpt import (
     measure_max_logits,
 )
 
-from .attached import attach
-
 
 __version__ = "0.1.0"
 
@@ -44,6 +42,5 @@ __all__ = [
     "LSGPTForSequenceClassification",
     "LSGPTForTokenClassification",
     "LSGPTModel",
-    "attach",
     "measure_max_logits",
 ]

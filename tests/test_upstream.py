@@ -212,26 +212,6 @@ def test_get_mask_sizes_of_a_sliding_layer_announce_what_update_returns():
         assert offset == length - announced
 
 
-def test_sdpa_mask_takes_offsets_padding_and_a_mask_function():
-    from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: PLC0415
-
-    mask = sdpa_mask(
-        batch_size=1,
-        q_length=2,
-        kv_length=4,
-        q_offset=3,
-        kv_offset=1,
-        mask_function=sliding_window_causal_mask_function(3),
-        attention_mask=torch.tensor([[True, True, False, True, True]]),
-        local_size=3,
-        allow_is_causal_skip=False,
-        dtype=torch.float32,
-        device="cpu",
-        config=None,
-    )
-    assert mask[0, 0].tolist() == [[True, False, True, False], [False, False, True, True]]
-
-
 def test_create_block_mask_has_a_head_axis_and_compile():
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
