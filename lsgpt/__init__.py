@@ -18,8 +18,9 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
-    measure_max_logits,
 )
+
+from .telemetry import MaxLogits, measure_max_logits
 
 
 __version__ = "0.1.0"
@@ -42,5 +43,6 @@ __all__ = [
     "LSGPTForSequenceClassification",
     "LSGPTForTokenClassification",
     "LSGPTModel",
+    "MaxLogits",
     "measure_max_logits",
 ]
