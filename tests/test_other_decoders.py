@@ -1,8 +1,8 @@
 """
-Telemetry of decoders that are not LSGPT: it equals brute force for each layer and head, and leaves everything as it is.
+Telemetry of decoders that are not LSGPT equals brute force for each layer and head, and leaves everything as it is.
 
-The oracle projects, normalizes and rotates with the layer's own modules, in a copy of the model in float64, and knows
-who sees whom from the window and the padding alone.
+The oracle projects, normalizes and rotates with the layer's own modules, multiplies all queries and keys in float64,
+and knows who sees whom from the window and the padding alone.
 """
 
 import copy
@@ -129,7 +129,7 @@ def queries_and_keys(layer, hidden_states, position_embeddings):
 
 def brute_force(model, input_ids, attention_mask=None, visible=None, **inputs):
     """The maxima `(layers, heads)`, from full matrices of logits in float64."""
-    exact, maxima = copy.deepcopy(model).double(), []
+    watched, maxima = copy.deepcopy(model), []
 
     def record(layer, args, kwargs):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -141,18 +141,18 @@ def brute_force(model, input_ids, attention_mask=None, visible=None, **inputs):
             pairs = visible_pairs(num_heads, 0 if window else num_heads, window or 0, *lengths, attention_mask)
             if attention_mask is not None:
                 pairs = pairs & attention_mask[:, None, :, None].bool()  # queries, too
-        logits = query @ key.transpose(-1, -2) * layer.scaling
-        maxima.append((logits.abs() * pairs).amax(dim=(0, 2, 3)))
+        logits = query.double() @ key.double().transpose(-1, -2) * layer.scaling
+        maxima.append(logits.abs().masked_fill(~pairs, 0.0).amax(dim=(0, 2, 3)))
 
-    for layer in attentions(exact):
+    for layer in attentions(watched):
         layer.register_forward_pre_hook(record, with_kwargs=True)
     with torch.no_grad():
-        exact(input_ids, attention_mask=attention_mask, use_cache=False, **inputs)
+        watched(input_ids, attention_mask=attention_mask, use_cache=False, **inputs)
     return nn.utils.rnn.pad_sequence(maxima, batch_first=True)
 
 
 def close(actual, expected):
-    torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=0)
 
 
 def stands_in_front(*files):
@@ -183,26 +183,22 @@ def test_equals_brute_force(name, engine, padding):
         assert measured.max() < 100.0  # a sink is no logit of a pair
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_flex_attention(name):
+def test_flex_attention():
     """... whose masks are functions; not compiled here."""
+    name = "qwen3"
     model, inputs = build(name, "flex_attention"), padded_batch()
     with torch.compiler.set_stance("force_eager"):
         measured = measure_max_logits(model, **inputs)
         close(measured, brute_force(build(name, "eager"), **inputs))
 
         def sees_other_pairs(batch, head, query, key):
-            return key <= query - head  # a mask for each head, of a function that takes numbers one by one
+            return key <= query - head  # a mask for each head
 
         mask = create_block_mask(sees_other_pairs, 3, 4, 30, 30, device="cpu")
-        measured = measure_max_logits(model, inputs["input_ids"], attention_mask=mask)
-    visible = torch.ones(4, 30, 30).tril().bool()
-    for head in range(4):
-        visible[head].tril_(-head)
-    assert visible.equal(mask.mask_mod(0, *torch.meshgrid(*map(torch.arange, (4, 30, 30)), indexing="ij")))
-    if name == "llama":
-        expected = brute_force(build(name, "eager"), inputs["input_ids"], visible=visible)
-        close(measured[0], expected[0])  # the layers after it see other states
+        measured = measure_max_logits(model, input_ids=inputs["input_ids"], attention_mask=mask)
+    visible = torch.stack([torch.ones(30, 30).tril(-head).bool() for head in range(4)])
+    expected = brute_force(build(name, "eager"), inputs["input_ids"], visible=visible)
+    close(measured[0], expected[0])  # the layers after the first get other states
 
 
 def flash_like_attention(module, query, key, value, attention_mask, sliding_window=None, position_ids=None, **kwargs):
@@ -233,7 +229,7 @@ def test_engines_without_masks(flash_like, kind):
     """They get padding in two dimensions, the window, and packed documents by their positions or lengths."""
     model, inputs = build("gemma3"), padded_batch()
     expected = measure_max_logits(model, **inputs)
-    model.set_attn_implementation(flash_like)
+    model.config._attn_implementation = flash_like  # past the search for a package of such a name
     if kind == "padding":
         close(measure_max_logits(model, **inputs), expected)
         return
@@ -284,7 +280,7 @@ def test_after_a_cache(name, cache_type):
 
 @pytest.mark.parametrize("how", ["PEFT", "DDP", "compiled", "checkpointed"])
 def test_wrapped(how, fresh_compiler):
-    model, inputs = build().train(), padded_batch()
+    model, inputs = build(num_hidden_layers=1 if how == "compiled" else 2).train(), padded_batch()
     expected = measure_max_logits(model, **inputs)
     if how == "PEFT":
         wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
@@ -373,9 +369,7 @@ def test_models_that_do_not_fit():
         with pytest.raises(ValueError, match=f"`model` must .*{message}|`model` {message}"):
             MaxLogits(model)
     ids = torch.randint(3, 97, (1, 5))
-    with pytest.raises(
-        ValueError, match="must ask Transformers for its attention function .* GPT2LMHeadModel did not"
-    ):
+    with pytest.raises(ValueError, match=r"must ask Transformers for its attention .* GPT2LMHeadModel did not"):
         measure_max_logits(build("gpt2", "eager", reorder_and_upcast_attn=True), input_ids=ids)
     with pytest.raises(ValueError, match="causal attention only; that of LlamaAttention is not"):
         measure_max_logits(build(), input_ids=ids, is_causal=False)
@@ -427,14 +421,10 @@ def test_figures_of_a_training(tmp_path):
     for step, log in history.items():
         assert len(expected[step]) == 2
         maxima = torch.stack(expected[step]).amax(0)
-        wanted = {
-            "max_logit": maxima.max(),
-            "max_logit/layer_0": maxima[0].max(),
-            "max_logit/layer_1": maxima[1].max(),
-        }
-        wanted = {name: pytest.approx(float(value), rel=1e-4) for name, value in wanted.items()}
+        wanted = {f"max_logit/layer_{layer}": row.max() for layer, row in enumerate(maxima)}
+        wanted = {**wanted, "max_logit": maxima.max(), "heads_over_threshold": 8}
         figures = {name: value for name, value in log.items() if "logit" in name or "heads" in name}
-        assert figures == {**wanted, "heads_over_threshold": 8}
+        assert figures == {name: pytest.approx(float(value), rel=1e-5) for name, value in wanted.items()}
     assert not stands_in_front(*files_of(model))
 
 
@@ -451,11 +441,11 @@ def test_warn_stop_and_clip(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = build("gemma2", "eager").train()
     model.model.layers[1].self_attn.q_proj.weight.data[-1] = float("nan")
-    callback = LogitTelemetryCallback(2, threshold=1000.0, on_explosion="stop")
+    callback = LogitTelemetryCallback(1, threshold=1000.0, on_explosion="stop")
     trainer = trainer_of(model, tmp_path, callback)
     trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 1
     assert "1 heads have logits over 1000, the largest nan in head 3 of layer 1; saving" in caplog.text
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").is_file()
     with pytest.raises(ValueError, match=r'`on_explosion` must be "warn" or "stop" .* got "clip" for GPT2LMHeadModel'):
         trainer_of(build("gpt2"), tmp_path, LogitTelemetryCallback(on_explosion="clip")).train()
