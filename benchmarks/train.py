@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from lsgpt.modeling_lsgpt import MaxLogits
+from lsgpt import MaxLogits
 
 from .gate import check_model, check_peer, llama_gates
 from .peers import Benchmark, Peer, Shape, build_models

@@ -18,10 +18,9 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
-    measure_max_logits,
 )
 
-from .attached import attach
+from .telemetry import MaxLogits, measure_max_logits
 
 
 __version__ = "0.1.0"
@@ -44,6 +43,6 @@ __all__ = [
     "LSGPTForSequenceClassification",
     "LSGPTForTokenClassification",
     "LSGPTModel",
-    "attach",
+    "MaxLogits",
     "measure_max_logits",
 ]

@@ -13,7 +13,7 @@ from .modeling_lsgpt import (
     LSGPTModel,
     LSGPTPreTrainedModel,
 )
-from .telemetry_lsgpt import MaxLogits, attention_layers, measure_max_logits
+from .telemetry_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, create_attention_masks, describe_visibility
 
 
@@ -30,11 +30,9 @@ __all__ = [
     "LSGPTForTokenClassification",
     "LSGPTModel",
     "LSGPTPreTrainedModel",
-    "MaxLogits",
     "Visibility",
     "attention_layers",
     "create_attention_masks",
     "describe_visibility",
-    "measure_max_logits",
     "plan_attention",
 ]

@@ -1,8 +1,8 @@
 """
 The front page stays short, the pages under docs/ hang together, and their code runs as printed.
 
-The pages whose code takes more than a moment have tests of their own: `test_other_libraries.py`,
-`training/test_fine_tuning.py`.
+The pages whose code takes more than a moment have tests of their own: `test_other_decoders.py`,
+`test_other_libraries.py`, `training/test_fine_tuning.py`.
 """
 
 import re

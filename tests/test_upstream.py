@@ -20,7 +20,10 @@ from gguf import GGUFWriter
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
     DynamicCache,
+    GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -215,26 +218,6 @@ def test_get_mask_sizes_of_a_sliding_layer_announce_what_update_returns():
         assert offset == length - announced
 
 
-def test_sdpa_mask_takes_offsets_padding_and_a_mask_function():
-    from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: PLC0415
-
-    mask = sdpa_mask(
-        batch_size=1,
-        q_length=2,
-        kv_length=4,
-        q_offset=3,
-        kv_offset=1,
-        mask_function=sliding_window_causal_mask_function(3),
-        attention_mask=torch.tensor([[True, True, False, True, True]]),
-        local_size=3,
-        allow_is_causal_skip=False,
-        dtype=torch.float32,
-        device="cpu",
-        config=None,
-    )
-    assert mask[0, 0].tolist() == [[True, False, True, False], [False, False, True, True]]
-
-
 def test_create_block_mask_has_a_head_axis_and_compile():
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
@@ -244,6 +227,61 @@ def test_create_block_mask_has_a_head_axis_and_compile():
     mask = create_block_mask(visible, None, 2, 256, 256, device="cpu", _compile=False)
     assert mask.shape == (1, 2, 256, 256)
     assert mask.to_dense().sum(dim=(-1, -2)).tolist() == [[3, 3]]  # blocks of 128 keys
+
+
+def test_get_interface_is_asked_in_every_forward_and_named_in_the_file_of_the_layer():
+    from transformers.models.gpt2 import modeling_gpt2  # noqa: PLC0415
+    from transformers.models.llama import modeling_llama  # noqa: PLC0415
+
+    asked = []
+
+    class Interface(AttentionInterface):
+        def get_interface(self, attn_implementation, default):
+            asked.append((attn_implementation, default))
+            return super().get_interface(attn_implementation, default)
+
+    sizes = {"vocab_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
+    for file, config in (
+        (modeling_llama, LlamaConfig(**sizes, intermediate_size=8)),
+        (modeling_gpt2, GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)),
+    ):
+        for engine in ("sdpa", "eager"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=engine)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(file, "ALL_ATTENTION_FUNCTIONS", Interface())
+                for _ in range(2):
+                    asked.clear()
+                    model(torch.tensor([[1, 2]]))
+                    assert asked == [(engine, file.eager_attention_forward)]
+        layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+        assert [(layer.layer_idx, layer.is_causal) for layer in layers] == [(0, True)]
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "eager", "flash_attention_2"])
+def test_masks_of_an_engine(engine):
+    """Which ones attention functions get: none of `sdpa` that causality makes, added ones of `eager`, none of flash."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: PLC0415
+
+    config = LlamaConfig(sliding_window=2)
+    config._attn_implementation = engine
+    padding = torch.tensor([[True, True, True, False]])
+    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 4, 8), "past_key_values": None}
+    plain, padded = (create_causal_mask(**arguments, attention_mask=x) for x in (None, padding))
+    windowed = create_sliding_window_causal_mask(**arguments, attention_mask=None)
+    if engine == "flash_attention_2":
+        assert plain is None and windowed is None and padded.equal(padding)
+        return
+    visible = torch.ones(4, 4).bool().tril()
+    masks = {"padded": padded, "windowed": windowed}
+    if engine == "sdpa":
+        assert plain is None
+    else:
+        masks["plain"] = plain
+        assert all(set(mask.unique().tolist()) == {0.0, torch.finfo(torch.float32).min} for mask in masks.values())
+        masks = {name: mask == 0 for name, mask in masks.items()}
+        assert masks["plain"][0, 0].equal(visible)
+    assert masks["padded"][0, 0].equal(visible & padding)  # the query at the padding does not see itself
+    assert masks["windowed"][0, 0].equal(visible & ~visible.tril(-2))
 
 
 def test_paged_attention_is_given_its_cache_as_a_keyword():

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from lsgpt.modeling_lsgpt import MaxLogits
+from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.telemetry import MaxLogits
 
 
 logger = logging.get_logger(__name__)
@@ -19,9 +20,12 @@ class LogitTelemetryCallback(TrainerCallback):
     """
     Logs the largest attention logits of a step's batch every few optimizer steps, and acts when they explode.
 
+    It takes LSGPT and every other decoder that `measure_max_logits` takes, such as a Llama, a Gemma or a GPT-2.
+
     Measured is the maximum over the step's micro-batches and over all processes, exactly as by `measure_max_logits`.
-    The step's log then holds `max_logit`, `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`,
-    `max_logit/layer_N/local` and `heads_over_threshold`. Other steps are untouched.
+    The step's log then holds `max_logit`, `max_logit/layer_N` and `heads_over_threshold`; of LSGPT `max_logit`,
+    `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`, `max_logit/layer_N/local` and
+    `heads_over_threshold`. Other steps are untouched.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
@@ -52,8 +56,8 @@ class LogitTelemetryCallback(TrainerCallback):
             threshold: A larger `|logit|` counts as an explosion, and so do NaN and infinity; 100 is the threshold of
                 QK-clip (arXiv:2507.20534).
             on_explosion: What to do then. `"warn"` says so; `"stop"` saves a checkpoint and ends the training;
-                `"clip"` scales the query and key weights of the head so that this batch would not pass the threshold
-                again (QK-clip).
+                `"clip"`, for LSGPT, scales the query and key weights of the head so that this batch would not pass
+                the threshold again (QK-clip).
             log_every_n_steps: Logs measured steps that are multiples of this; all of them by default. QK-clip as
                 published acts on every step, which is more than a log should hold.
 
@@ -94,20 +98,22 @@ class LogitTelemetryCallback(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % self.every_n_steps != 0:
             return
-        maxima = self._max_logits.read()
-        self._max_logits.stop()
+        try:
+            maxima, layer_numbers = self._max_logits.read(), self._max_logits.layer_numbers()
+        finally:
+            self._max_logits.stop()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Backends differ in whether the larger of a number and NaN is NaN; infinity is larger for all of them.
             maxima = maxima.masked_fill(maxima.isnan(), math.inf)
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-        figures = summarize_max_logits(maxima, model.config, self.threshold)
+        figures = summarize_max_logits(maxima, model.config, self.threshold, layer_numbers)
         is_logged = state.global_step % self.log_every_n_steps == 0
         if is_logged:
             self._figures = figures
             control.should_log = True
         if figures["heads_over_threshold"]:
             if is_logged or self.on_explosion == "stop":
-                self._warn(maxima, figures, state)
+                self._warn(maxima, layer_numbers, figures, state)
             if self.on_explosion == "stop":
                 control.should_save = control.should_training_stop = True
             elif self.on_explosion == "clip":
@@ -136,6 +142,11 @@ class LogitTelemetryCallback(TrainerCallback):
         self._max_logits.stop()
 
     def _check_clip(self, args, model):
+        if not self._max_logits.is_lsgpt:
+            raise ValueError(
+                '`on_explosion` must be "warn" or "stop" for other models than LSGPT, whose weights QK-clip cannot '
+                f'scale; got "clip" for {type(model).__name__}'
+            )
         if args.deepspeed_plugin is not None:
             raise ValueError('`on_explosion` must not be "clip" with DeepSpeed: it overwrites changes to weights')
         if model.config.qk_norm:
@@ -146,14 +157,15 @@ class LogitTelemetryCallback(TrainerCallback):
                 '`on_explosion` must not be "clip" with frozen query or key weights, such as LoRA\'s: it scales them'
             )
 
-    def _warn(self, maxima: torch.Tensor, figures: dict, state):
-        layer, head = divmod(maxima.argmax().item(), maxima.shape[1])  # that of a NaN if there is one
+    def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
+        row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # that of a NaN if there is one
         done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
         if self.on_explosion == "clip" and not maxima.isfinite().all():
             done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
         logger.warning(
             f"step {state.global_step}: {int(figures['heads_over_threshold'])} heads have logits over "
-            f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer}"
+            f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer "
+            f"{layer_numbers[row]}"
             f"{done[self.on_explosion]}"
         )
 
@@ -163,23 +175,32 @@ def _check_threshold(threshold: float):
         raise ValueError(f"`threshold` must be positive and finite; got {threshold!r}")
 
 
-def summarize_max_logits(maxima: torch.Tensor, config, threshold: float) -> dict[str, float]:
+def summarize_max_logits(
+    maxima: torch.Tensor, config, threshold: float, layer_numbers: list[int] | None = None
+) -> dict[str, float]:
     """
-    The figures to log of `maxima` `(num_hidden_layers, num_attention_heads)`: the maximum overall, of each kind of
-    head, of each kind in each layer, and the number of heads over `threshold`, to which NaN and infinity belong. The
-    maximum over numbers of which one is NaN is NaN. A kind that has no head is left out.
+    The figures to log of `maxima` `(layers, heads)`: the maximum overall, in each layer, and the number of heads over
+    `threshold`, to which NaN and infinity belong; in LSGPT the maxima of each kind of head, overall and in each layer.
+    The maximum over numbers of which one is NaN is NaN. A kind that has no head is left out.
+
+    Layers are numbered from 0, or as `layer_numbers` says.
     """
     rows = maxima.cpu()
+    layer_numbers = range(len(rows)) if layer_numbers is None else layer_numbers
     kinds = {"global": [], "local": []}
     figures = {"max_logit": rows.max().item()}
+    over_threshold = {"heads_over_threshold": float((~(rows <= threshold)).sum().item())}
     layers = {}
-    for layer, (row, count) in enumerate(zip(rows, config.num_global_heads_per_layer)):
+    if not hasattr(config, "num_global_heads_per_layer"):
+        layers = {f"max_logit/layer_{layer}": row.max().item() for layer, row in zip(layer_numbers, rows)}
+        return figures | layers | over_threshold
+    for layer, row, count in zip(layer_numbers, rows, config.num_global_heads_per_layer):
         for kind, heads in (("global", row[:count]), ("local", row[count:])):
             if len(heads):
                 layers[f"max_logit/layer_{layer}/{kind}"] = heads.max().item()
                 kinds[kind].append(heads.max())
     figures |= {f"max_logit_{kind}": torch.stack(values).max().item() for kind, values in kinds.items() if values}
-    return figures | layers | {"heads_over_threshold": float((~(rows <= threshold)).sum().item())}
+    return figures | layers | over_threshold
 
 
 @torch.no_grad()
@@ -199,7 +220,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
         ValueError: A threshold that is not positive and finite, or a model with QK-norm.
     """
     _check_threshold(threshold)
-    for layer, row in zip(MaxLogits(model).layers, maxima):
+    for layer, row in zip(attention_layers(model), maxima):
         config = layer.config
         if config.qk_norm:
             raise ValueError("`model` must not have `qk_norm`: normalised queries ignore the scale of their weights")

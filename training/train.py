@@ -24,7 +24,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lsgpt.configuration import LSGPTConfig
-from lsgpt.modeling_lsgpt import measure_max_logits
+from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import with_unit
 
 from .arguments import Arguments, DataArguments, RunArguments, make_folder

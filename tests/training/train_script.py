@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import LogitTelemetryCallback, StopOnBadLossCallback
@@ -34,7 +34,7 @@ def train(folder: str | Path, kind: str):
     Args:
         folder: Where to.
         kind: `plain`; `resumed`, from the third step of the `plain` run beside it; `bad`, with an infinity in the last
-            process at the third step; or `clip`, with QK-clip.
+            process at the third step; `clip`, with QK-clip; or `llama`, a Llama instead of LSGPT.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
@@ -69,6 +69,10 @@ def train(folder: str | Path, kind: str):
             use_bias=kind == "clip",
         )
     )
+    if kind == "llama":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+        sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes, **heads))
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         # Accelerate knows FSDP on accelerators only, and would use DDP here. Everything after this line is its own.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
