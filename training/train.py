@@ -111,10 +111,6 @@ class LSGPTTrainer(Trainer):
                 inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def get_decay_parameter_names(self, model) -> list[str]:
-        """As in `Trainer`; like norms and biases, sinks have no weight decay."""
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
-
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in `Trainer`, with a group of parameters more where there is a `sink_learning_rate`."""
         is_new = self.optimizer is None
