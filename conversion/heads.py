@@ -1,6 +1,6 @@
-"""Global and local heads for a pretrained model: measure what a head loses as a local one, choose, put global ones first.
+"""Global and local heads for a pretrained model: measure how heads change as local ones, choose, reorder.
 
-Shapes: L layers, H query heads, H_kv key/value heads, G query heads that share a key/value head, D `head_dim`, n tokens.
+Shapes: L layers, H query heads, H_kv key/value heads, G query heads of a key/value head, D `head_dim`, n tokens.
 """
 
 import copy
@@ -39,7 +39,10 @@ class HeadChanges(NamedTuple):
     """What `measure_changes` returns, in float64 on the CPU."""
 
     text: torch.Tensor
-    """`(L, H_kv)`, the summed squared change of the outputs of a key/value head's query heads on text."""
+    """
+    `(L, H_kv)`, the squared change of the outputs of a key/value head's query heads on text, summed. The token at
+    position t counts `1 / t`, because a token's output reaches the later ones.
+    """
     retrieval: torch.Tensor | None
     """`(L, H_kv)`, the same where a passage asks for something that stands far before; `None` without passages."""
     sinks: Sinks
@@ -139,7 +142,7 @@ def measure_changes(
 
     Args:
         model: A model whose heads are all global.
-        blocks: Token ids `(n,)` each, with `n > window`.
+        blocks: Token ids `(n,)` each.
         window: Number of keys that a query of a local head sees, its own included.
         passages: Token ids `(n,)`, and the number of tokens at the end whose prediction counts.
 
@@ -148,7 +151,9 @@ def measure_changes(
     """
     _check_all_global(model)
     text = [_Moments() for _ in attention_layers(model)]
-    _collect(model, ((block, _weights(len(block), window)) for block in blocks), window, text)
+    # What a token's heads return reaches all later tokens, so early tokens count more. Where all count the same, sinks
+    # change the first token, which gets much of a pretrained model's attention, and all that follows is ruined.
+    _collect(model, ((block, 1 / torch.arange(1, len(block) + 1)) for block in blocks), window, text)
     fits = [moments.fit() for moments in text]
     retrieval = [_Moments(moments.logits) for moments in text]
     _collect(model, ((ids[:-1], torch.ones(length)) for ids, length in passages), window, retrieval)
@@ -160,19 +165,6 @@ def measure_changes(
     logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
     sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
     return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].total else None, sinks)
-
-
-def _weights(length: int, window: int) -> torch.Tensor:
-    """
-    How much each query of a block counts, `(n,)`. Three parts count the same: the first token, since all later ones
-    attend to it, and a model that has its state changed is ruined; the other queries from which a window hides
-    nothing, which see the first tokens and the sink both; and all later queries.
-    """
-    later = length - window
-    weights = torch.ones(length, dtype=torch.float64)
-    weights[1:window] = later / (window - 1)
-    weights[0] = later
-    return weights
 
 
 class _Moments:
