@@ -67,21 +67,21 @@ def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTF
 
 
 def with_global_heads(
-    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks
+    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks | None = None
 ) -> LSGPTForCausalLM:
     """
-    The same model with some heads global, which then come first, and the others local, with sinks.
+    The same model with some heads global, which then come first, and the others local.
 
     To permute the key/value heads of a layer and with them the query heads that they serve (rows of the query, key and
     value projections, columns of the output projection) changes nothing, so the logits differ only by what the window
-    hides and the sinks put in its place.
+    hides, and what sinks put in its place.
 
     Args:
         model: A model whose heads are all global. It stays as it is, and shares with the new one the tensors that are
             equal.
         global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, its own included.
-        sinks: Of all heads; those of the local ones are used.
+        sinks: Of all heads; those of the local ones are used. `None` for local heads without.
 
     Raises:
         ValueError: A model with local heads, heads that it does not have, or a window below 2.
@@ -98,15 +98,13 @@ def with_global_heads(
             )
         others = [head for head in range(num_kv_heads) if head not in chosen]
         prefix = f"model.layers.{layer}.self_attn."
-        weight = weights[f"{prefix}o_proj.weight"]
-        local = query_heads[others].flatten()
-        if others:
-            weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
-        if others or any(len(heads) < num_kv_heads for heads in global_kv_heads):
-            columns = weight.unflatten(1, (num_heads, -1))[:, local.to(weight.device)]
-            bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device).double())
-            bias = bias + weights.get(f"{prefix}o_proj.bias", 0)
-            weights[f"{prefix}o_proj.bias"] = bias.to(weight.dtype)
+        if sinks is not None and any(len(heads) < num_kv_heads for heads in global_kv_heads):
+            local, weight = query_heads[others].flatten(), weights[f"{prefix}o_proj.weight"]
+            if others:
+                weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
+            columns = weight.double().unflatten(1, (num_heads, -1))[:, local.to(weight.device)].flatten(1)
+            bias = columns @ sinks.values[layer, local].flatten().to(columns)
+            weights[f"{prefix}o_proj.bias"] = (bias + weights.get(f"{prefix}o_proj.bias", 0)).to(weight.dtype)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
         # Norms of queries and keys are the same for all heads, and the bias of the output projection has none.
@@ -119,10 +117,11 @@ def with_global_heads(
     counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
-    if min(counts) < num_heads:
+    if sinks is not None and min(counts) < num_heads:
         config.attention_sinks = True
         if not config.has_bias("o_proj"):
-            config.use_bias = [*(config.use_bias or []), "o_proj"]
+            parts = config.use_bias if isinstance(config.use_bias, list) else []
+            config.use_bias = [*parts, "o_proj"]
     config.validate_architecture()
     return build_model(config, weights)
 
@@ -179,10 +178,11 @@ class _Moments:
 
     def __init__(self, logits: torch.Tensor | None = None):
         self.logits = logits
-        """`(H, K)`, the grid; `None` until the first queries have shown where logits lie."""
+        """`(H, K)`, the grid; `None` until the first block has shown where a head's logits lie."""
         self.total = 0.0
         """The queries' weights, summed."""
-        self.squares = self.sums = 0.0  # `(H, K)` and `(H, K, D)` once there are queries
+        self.squares = torch.zeros(1, 1, dtype=torch.float64)  # `(H, K)` once there are queries
+        self.sums = torch.zeros(1, 1, 1, dtype=torch.float64)  # `(H, K, D)`
 
     def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
         """
