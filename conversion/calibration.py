@@ -29,6 +29,7 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NEEDLE = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 NUM_KEYS = {"choice": 2, "evaluation": 4}
+"""How many keys are hidden at each depth."""
 
 NAMES = {
     "source": "the source: all heads global",
@@ -97,8 +98,8 @@ def calibrate(
     count = count_global_heads(config, global_kv_heads, balance)
     if not 2 <= window < block_size:
         raise ValueError(
-            f"`window` must be between 2 and {block_size - 1}, because blocks of {block_size} tokens have to show what "
-            f"it hides; got {window}"
+            f"`window` must be between 2 and {block_size - 1}, because it is measured in blocks of {block_size} tokens"
+            f"; got {window}"
         )
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
     scores = {
@@ -285,10 +286,8 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
 
 ## Quality
 
-Perplexity per token on {num_tokens[1]:,} tokens of {text} that the choice was not made on{
-        "; retrieval is the mean of the table below" if retrieval else ""
-    }. The first and the random heads
-have sinks that were measured in the same way.
+Perplexity per token, on {num_tokens[1]:,} tokens of {text} that the choice was not made on, and the mean of the next
+table. Sinks of the first and the random heads were measured in the same way.
 
 {_table(["global heads", "perplexity", *(["retrieval"] if retrieval else [])], format_quality(calibration))}
 
@@ -333,11 +332,13 @@ def _retrieval_section(retrieval: dict[str, Recall]) -> str:
         [f"{length:,}", f"{depth:.0%}", *(f"{shares[length, depth]:.2f}" for shares in retrieval.values())]
         for length, depth in sorted(retrieval["source"])
     ]
-    return f"""A number of five digits is hidden in text, and asked for at its end. The share of the answer's tokens that are the
-likeliest, given those before them, for {NUM_KEYS["evaluation"]} keys at each depth; 100% is the last place outside the window. Some
-tokens, such as a space, can be guessed.
+    names = [NAMES[name].split(":")[0] for name in retrieval]
+    num_keys = NUM_KEYS["evaluation"]
+    return f"""A number of five digits is hidden in text, and asked for at its end. The share of its tokens that are
+the likeliest, given those before them, of {num_keys} numbers at each depth; 100% is the last place outside the window.
+Some tokens, such as a space, can be guessed.
 
-{_table(["tokens", "depth", *(NAMES[name].split(":")[0] for name in retrieval)], rows)}"""
+{_table(["tokens", "depth", *names], rows)}"""
 
 
 def _cost_lengths(config: LSGPTConfig) -> list[int]:

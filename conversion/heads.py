@@ -1,6 +1,6 @@
-"""Global and local heads for a pretrained model: measure what a head loses as a local one, choose, put global ones first.
+"""Global and local heads for a pretrained model: measure how heads change as local ones, choose, reorder.
 
-Shapes: L layers, H query heads, H_kv key/value heads, G query heads that share a key/value head, D `head_dim`, n tokens.
+Shapes: L layers, H query heads, H_kv key/value heads, G query heads of a key/value head, D `head_dim`, n tokens.
 """
 
 import copy
@@ -39,7 +39,10 @@ class HeadChanges(NamedTuple):
     """What `measure_changes` returns, in float64 on the CPU."""
 
     text: torch.Tensor
-    """`(L, H_kv)`, the summed squared change of the outputs of a key/value head's query heads on text."""
+    """
+    `(L, H_kv)`, the squared change of the outputs of a key/value head's query heads on text, summed. The token at
+    position t counts `1 / t`, because a token's output reaches the later ones.
+    """
     retrieval: torch.Tensor | None
     """`(L, H_kv)`, the same where a passage asks for something that stands far before; `None` without passages."""
     sinks: Sinks
@@ -64,21 +67,21 @@ def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTF
 
 
 def with_global_heads(
-    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks
+    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks | None = None
 ) -> LSGPTForCausalLM:
     """
-    The same model with some heads global, which then come first, and the others local, with sinks.
+    The same model with some heads global, which then come first, and the others local.
 
     To permute the key/value heads of a layer and with them the query heads that they serve (rows of the query, key and
     value projections, columns of the output projection) changes nothing, so the logits differ only by what the window
-    hides and the sinks put in its place.
+    hides, and what sinks put in its place.
 
     Args:
         model: A model whose heads are all global. It stays as it is, and shares with the new one the tensors that are
             equal.
         global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, its own included.
-        sinks: Of all heads; those of the local ones are used.
+        sinks: Of all heads; those of the local ones are used. `None` for local heads without.
 
     Raises:
         ValueError: A model with local heads, heads that it does not have, or a window below 2.
@@ -95,15 +98,13 @@ def with_global_heads(
             )
         others = [head for head in range(num_kv_heads) if head not in chosen]
         prefix = f"model.layers.{layer}.self_attn."
-        weight = weights[f"{prefix}o_proj.weight"]
-        local = query_heads[others].flatten()
-        if others:
-            weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
-        if others or any(len(heads) < num_kv_heads for heads in global_kv_heads):
-            columns = weight.unflatten(1, (num_heads, -1))[:, local.to(weight.device)]
-            bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device).double())
-            bias = bias + weights.get(f"{prefix}o_proj.bias", 0)
-            weights[f"{prefix}o_proj.bias"] = bias.to(weight.dtype)
+        if sinks is not None and any(len(heads) < num_kv_heads for heads in global_kv_heads):
+            local, weight = query_heads[others].flatten(), weights[f"{prefix}o_proj.weight"]
+            if others:
+                weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
+            columns = weight.double().unflatten(1, (num_heads, -1))[:, local.to(weight.device)].flatten(1)
+            bias = columns @ sinks.values[layer, local].flatten().to(columns)
+            weights[f"{prefix}o_proj.bias"] = (bias + weights.get(f"{prefix}o_proj.bias", 0)).to(weight.dtype)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
         # Norms of queries and keys are the same for all heads, and the bias of the output projection has none.
@@ -116,10 +117,11 @@ def with_global_heads(
     counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
-    if min(counts) < num_heads:
+    if sinks is not None and min(counts) < num_heads:
         config.attention_sinks = True
         if not config.has_bias("o_proj"):
-            config.use_bias = [*(config.use_bias or []), "o_proj"]
+            parts = config.use_bias if isinstance(config.use_bias, list) else []
+            config.use_bias = [*parts, "o_proj"]
     config.validate_architecture()
     return build_model(config, weights)
 
@@ -139,7 +141,7 @@ def measure_changes(
 
     Args:
         model: A model whose heads are all global.
-        blocks: Token ids `(n,)` each, with `n > window`.
+        blocks: Token ids `(n,)` each.
         window: Number of keys that a query of a local head sees, its own included.
         passages: Token ids `(n,)`, and the number of tokens at the end whose prediction counts.
 
@@ -148,7 +150,9 @@ def measure_changes(
     """
     _check_all_global(model)
     text = [_Moments() for _ in attention_layers(model)]
-    _collect(model, ((block, _weights(len(block), window)) for block in blocks), window, text)
+    # What a token's heads return reaches all later tokens, so early tokens count more. Where all count the same, sinks
+    # change the first token, which gets much of a pretrained model's attention, and all that follows is ruined.
+    _collect(model, ((block, 1 / torch.arange(1, len(block) + 1)) for block in blocks), window, text)
     fits = [moments.fit() for moments in text]
     retrieval = [_Moments(moments.logits) for moments in text]
     _collect(model, ((ids[:-1], torch.ones(length)) for ids, length in passages), window, retrieval)
@@ -160,19 +164,6 @@ def measure_changes(
     logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
     sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
     return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].total else None, sinks)
-
-
-def _weights(length: int, window: int) -> torch.Tensor:
-    """
-    How much each query of a block counts, `(n,)`. Three parts count the same: the first token, since all later ones
-    attend to it, and a model that has its state changed is ruined; the other queries from which a window hides
-    nothing, which see the first tokens and the sink both; and all later queries.
-    """
-    later = length - window
-    weights = torch.ones(length, dtype=torch.float64)
-    weights[1:window] = later / (window - 1)
-    weights[0] = later
-    return weights
 
 
 class _Moments:
@@ -187,10 +178,11 @@ class _Moments:
 
     def __init__(self, logits: torch.Tensor | None = None):
         self.logits = logits
-        """`(H, K)`, the grid; `None` until the first queries have shown where logits lie."""
+        """`(H, K)`, the grid; `None` until the first block has shown where a head's logits lie."""
         self.total = 0.0
         """The queries' weights, summed."""
-        self.squares = self.sums = 0.0  # `(H, K)` and `(H, K, D)` once there are queries
+        self.squares = torch.zeros(1, 1, dtype=torch.float64)  # `(H, K)` once there are queries
+        self.sums = torch.zeros(1, 1, 1, dtype=torch.float64)  # `(H, K, D)`
 
     def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
         """
