@@ -64,10 +64,10 @@ def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTF
 
 
 def with_global_heads(
-    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks
+    model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks | None = None
 ) -> LSGPTForCausalLM:
     """
-    The same model with some heads global, which then come first, and the others local, with sinks.
+    The same model with some heads global, which then come first, and the others local.
 
     To permute the key/value heads of a layer and with them the query heads that they serve (rows of the query, key and
     value projections, columns of the output projection) changes nothing, so the logits differ only by what the window
@@ -78,7 +78,7 @@ def with_global_heads(
             equal.
         global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, its own included.
-        sinks: Of all heads; those of the local ones are used.
+        sinks: Of all heads; those of the local ones are used. A model that was trained with local heads needs none.
 
     Raises:
         ValueError: A model with local heads, heads that it does not have, or a window below 2.
@@ -87,6 +87,7 @@ def with_global_heads(
     config, weights = copy.deepcopy(model.config), model.state_dict()
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     query_heads = torch.arange(num_heads).view(num_kv_heads, -1)  # `(H_kv, G)`
+    has_sinks = sinks is not None and any(len(heads) < num_kv_heads for heads in global_kv_heads)
     for layer, chosen in enumerate(global_kv_heads):
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(num_kv_heads)):
             raise ValueError(
@@ -97,9 +98,9 @@ def with_global_heads(
         prefix = f"model.layers.{layer}.self_attn."
         weight = weights[f"{prefix}o_proj.weight"]
         local = query_heads[others].flatten()
-        if others:
+        if has_sinks and others:
             weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
-        if others or any(len(heads) < num_kv_heads for heads in global_kv_heads):
+        if has_sinks:  # in all layers, because the configuration gives them biases together
             columns = weight.unflatten(1, (num_heads, -1))[:, local.to(weight.device)]
             bias = torch.einsum("ohd,hd->o", columns.double(), sinks.values[layer, local].to(weight.device).double())
             bias = bias + weights.get(f"{prefix}o_proj.bias", 0)
@@ -116,7 +117,7 @@ def with_global_heads(
     counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
-    if min(counts) < num_heads:
+    if has_sinks:
         config.attention_sinks = True
         if not config.has_bias("o_proj"):
             config.use_bias = [*(config.use_bias or []), "o_proj"]
