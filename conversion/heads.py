@@ -81,7 +81,7 @@ def with_global_heads(
             equal.
         global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, its own included.
-        sinks: Of all heads; those of the local ones are used. `None` for local heads without.
+        sinks: Of all heads; those of the local ones are used. A model that was trained with local heads needs none.
 
     Raises:
         ValueError: A model with local heads, heads that it does not have, or a window below 2.

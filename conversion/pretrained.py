@@ -52,19 +52,17 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
-        if Path(source).is_dir() and any(Path(source).glob("*.gguf")):
-            raise ValueError(
-                f"the source must be a model; of the folder {str(source)!r} name the GGUF file"
-            ) from error
         raise ValueError(f"there is no model {str(source)!r}: {error}") from error
     kind = values.get("model_type")
     if kind not in _CONVERTERS:
         found = f"is of the model type {kind!r}" if kind else "has no config.json that names a model type"
+        if not kind and Path(source).is_dir() and any(Path(source).glob("*.gguf")):
+            found += ", but a GGUF file: name that file as the source"
         raise ValueError(
             "the source must be a file of nanoGPT or of the paper's code (`ckpt.pt`), a GGUF file, or a model of the "
             f"type {', '.join(_CONVERTERS)}, its folder or its name on the Hub; {str(source)!r} {found}"
         )
-    if "quantization_config" in values:
+    if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
         raise ValueError(
             f"`quantization_config` of a model to convert must be unset; {str(source)!r} is quantized with {method}: "

@@ -288,7 +288,7 @@ def test_chosen_heads_stay_global_wherever_they_stand():
 @pytest.mark.parametrize(
     ("global_heads", "window", "message"),
     [
-        ([[0, 0], [1]], 9, r"different heads from 0 to 4; got \[0, 0\] for layer 0"),
+        ([[0, 0], [1]], 9, r"different key/value heads from 0 to 4; got \[0, 0\] for layer 0"),
         ([[0], [5]], 9, r"got \[5\] for layer 1"),
         ([[0]], 9, "one number for each of the 2 layers"),
         ([[0], [1]], 1, "`sliding_window` must be at least 2"),
@@ -368,10 +368,10 @@ def test_refused_gpt2_weights(tmp_path):
         (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
         (["GPT2x", "new"], "no such file or folder"),
         (["NAN", "new"], "must be finite numbers; model.norm.weight has others"),
-        (["GPT2", "new", "--global-heads", "1"], "must be given together; got no `window`, `calibrate`"),
-        (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "got no `global_heads`"),
-        (["FULL/text.txt", "new", "--global-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
-        (["GPT2", "new", "--global-heads", "1", "--window", "9", "--calibrate", "x"], "must have a tokenizer"),
+        (["GPT2", "new", "--global-kv-heads", "1"], "must be given together; got no `window`, `calibrate`"),
+        (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "got no `global_kv_heads`"),
+        (["FULL/text.txt", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
+        (["GPT2", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "must have a tokenizer"),
     ],
 )
 def test_mistakes_get_one_line_and_status_2(command, message, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The Llama family: converted, small random models compute what Transformers computes with them."""
 
 import json
+import shutil
 import sys
 
 import gguf
@@ -269,6 +270,7 @@ def write_gguf(path, source, tokenizer=None, tensors=(), **metadata):
         control = set(tokenizer.all_special_tokens)
         writer.add_token_types([gguf.TokenType.CONTROL if t in control else gguf.TokenType.NORMAL for t in tokens])
         writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+        writer.add_bos_token_id(tokenizer.bos_token_id)
         writer.add_eos_token_id(tokenizer.eos_token_id)
         writer.add_chat_template(tokenizer.chat_template)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
@@ -336,7 +338,7 @@ def test_refused_gguf(metadata, tensors, message, tmp_path):
 def test_broken_gguf_and_missing_package(tmp_path, monkeypatch, capsys):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_source())
-    with pytest.raises(ValueError, match="name the GGUF file"):
+    with pytest.raises(ValueError, match=r"has no config.json .* but a GGUF file: name that file"):
         load_pretrained(tmp_path)
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"the GGUF file .* cannot be read"):
@@ -347,3 +349,17 @@ def test_broken_gguf_and_missing_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert lsgpt_cli.main(["convert", str(path), str(tmp_path / "out")]) == 2
     assert "install it: pip install gguf" in capsys.readouterr().err
+
+
+def test_name_on_the_hub(llama, tmp_path, monkeypatch, offline):
+    """Read from where an earlier download left it; the name is then what the model card calls the base model."""
+    repository = tmp_path / "models--someone--tiny"
+    shutil.copytree(llama, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    convert("someone/tiny", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "Converted from `someone/tiny`" in readme
+    assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/tiny"}
