@@ -326,6 +326,7 @@ def describe_mask(
     batch_size, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
     past_length = kv_length - q_length
     sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": past_length, "batch_size": batch_size}
+    visibility: Visibility
     if isinstance(attention_mask, BlockMask):
 
         def sees(batch, query, key):

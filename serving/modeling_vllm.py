@@ -265,7 +265,7 @@ class LSGPTModel(nn.Module):
         ranks = get_tensor_model_parallel_world_size()
         weights = ((name, self._in_rank_order(name, weight, ranks)) for name, weight in weights)
         # The names of a checkpoint, and the part of vLLM's fused layer that each one is.
-        stacked = {f".{name}_proj": (".qkv_proj", name) for name in "qkv"}
+        stacked: dict[str, tuple[str, str | int]] = {f".{name}_proj": (".qkv_proj", name) for name in "qkv"}
         if self.config.gated_mlp:
             stacked |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
         return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))

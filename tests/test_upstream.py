@@ -259,7 +259,7 @@ def test_get_interface_is_asked_in_every_forward_and_named_in_the_file_of_the_la
 
 @pytest.mark.parametrize("engine", ["sdpa", "eager", "flash_attention_2"])
 def test_masks_of_an_engine(engine):
-    """Which ones attention functions get: none of `sdpa` that causality makes, added ones of `eager`, none of flash."""
+    """What attention functions get: `sdpa` none for causality alone, `eager` added ones, flash none."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: PLC0415
 
     config = LlamaConfig(sliding_window=2)

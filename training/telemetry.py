@@ -186,7 +186,7 @@ def summarize_max_logits(
     Layers are numbered from 0, or as `layer_numbers` says.
     """
     rows = maxima.cpu()
-    layer_numbers = range(len(rows)) if layer_numbers is None else layer_numbers
+    layer_numbers = list(range(len(rows))) if layer_numbers is None else layer_numbers
     kinds = {"global": [], "local": []}
     figures = {"max_logit": rows.max().item()}
     over_threshold = {"heads_over_threshold": float((~(rows <= threshold)).sum().item())}
