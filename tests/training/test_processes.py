@@ -93,7 +93,7 @@ def test_two_machines(tmp_path):
     ],
 )
 def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
-    """Losses, gradient norms, logits and saved weights; also of runs that resume, meet a bad loss, or clip heads."""
+    """Losses, gradient norms, logits and weights; also of runs that resume, diverge, clip heads or have a teacher."""
     runs = {
         "plain": ["checkpoint-3", "checkpoint-6", "."],
         "resumed": ["."],
@@ -102,6 +102,7 @@ def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
     }
     if name == "cpu":
         runs["llama"] = ["."]  # the launch files of the others name LSGPT's layers
+        runs["taught"] = ["."]
     if name == "zero3":
         pytest.importorskip("deepspeed")
         del runs["clip"]  # DeepSpeed keeps weights of its own, and overwrites what others change
@@ -120,9 +121,12 @@ def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
             if kind == "bad" and found["step"] == 3:
                 continue  # a NaN spoils all of one process's batch, and half of that of two
             assert found == pytest.approx(expected, rel=1e-5), kind
-            assert kind == "clip" or found["grad_norm"] > 1  # or else clipping gradients would not have been tried
+            # Or else clipping gradients would not have been tried.
+            assert kind in ("clip", "taught") or found["grad_norm"] > 1
         if kind == "clip":
             assert [log["heads_over_threshold"] for log in two["history"]][:2] == [12, 4]
+        if kind == "taught":
+            assert two["perplexity"] == pytest.approx(one["perplexity"], rel=1e-6)
         if kind == "llama":
             assert {"max_logit", "max_logit/layer_0", "max_logit/layer_1"} <= set(two["history"][0])
         for checkpoint in checkpoints:

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training import LogitTelemetryCallback, StopOnBadLossCallback
+from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
+from lsgpt.training.healing import measure_perplexity
 
 
 STEPS, BATCH_SIZE, ACCUMULATION = 6, 4, 2
@@ -34,7 +36,8 @@ def train(folder: str | Path, kind: str):
     Args:
         folder: Where to.
         kind: `plain`; `resumed`, from the third step of the `plain` run beside it; `bad`, with an infinity in the last
-            process at the third step; `clip`, with QK-clip; or `llama`, a Llama instead of LSGPT.
+            process at the third step; `clip`, with QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another
+            model.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
@@ -77,7 +80,14 @@ def train(folder: str | Path, kind: str):
         # Accelerate knows FSDP on accelerators only, and would use DDP here. Everything after this line is its own.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     telemetry = LogitTelemetryCallback(1, threshold=8.0, on_explosion="clip" if kind == "clip" else "warn")
-    trainer = Trainer(model, args, train_dataset=rows(), callbacks=[telemetry, StopOnBadLossCallback()])
+    trainer_class = LSGPTTrainer if kind == "taught" else Trainer
+    trainer = trainer_class(model, args, train_dataset=rows(), callbacks=[telemetry, StopOnBadLossCallback()])
+    perplexity = None
+    if kind == "taught":
+        torch.manual_seed(2)
+        trainer.teacher = LSGPTForCausalLM(model.config).eval()
+        blocks = Dataset.from_dict({"input_ids": [row["input_ids"] for row in rows()[:7]]})
+        perplexity = measure_perplexity(trainer.teacher, blocks, args)
     assert trainer.accelerator.num_processes == args.world_size == processes
     if kind == "bad" and args.process_index == processes - 1:
         model.model.layers[1].mlp.down_proj.register_forward_hook(
@@ -94,7 +104,8 @@ def train(folder: str | Path, kind: str):
             "parameter": type(model.lm_head.weight).__name__,
         }
         history = [log for log in trainer.state.log_history if "loss" in log]
-        Path(folder, "history.json").write_text(json.dumps({"how": how, "history": history}), encoding="utf-8")
+        result = {"how": how, "history": history, "perplexity": perplexity}
+        Path(folder, "history.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
