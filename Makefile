@@ -66,8 +66,8 @@ $(SERVING_VENV)/installed: setup.cfg pyproject.toml constraints-serving.txt
 	$(SERVING_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps --requirement constraints-serving.txt --editable .
 	touch $@
 
-# It stands before the CPU build on Python's path, and has that one's kernels.
+# It stands before the CPU build on Python's path, has that one's kernels, and needs one package more.
 $(SERVING_VENV)/next/installed: $(SERVING_VENV)/installed
-	$(SERVING_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target $(@D) vllm==0.33.0
+	$(SERVING_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target $(@D) vllm==0.33.0 orjson==3.13.0
 	cp $(SERVING_VENV)/lib/python3*/site-packages/vllm/*.abi3.so $(@D)/vllm
 	touch $@
