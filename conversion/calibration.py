@@ -303,9 +303,10 @@ Beside the source, all of whose heads are global.
 
 ## Which heads change as local ones
 
-The score of a key/value head is its share of the squared change, summed over the outputs of its query heads, when
-they see {window} tokens and a sink in place of everything; measured on {measured}. Bold: the heads that stay
-global. Heads are numbered as in the source; in this checkpoint the global heads of a layer come first.
+When a key/value head becomes local, the outputs of its query heads change: they see {window} tokens and a sink in
+place of everything. Its score is the squared change, relative to its layer's outputs, as a share of that of all heads;
+measured on {measured}. Bold: the heads that stay global. Heads are numbered as in the source;
+in this checkpoint the global heads of a layer come first.
 
 {_table(["layer", *(f"head {head}" for head in range(kv_heads))], [[str(i), *row] for i, row in enumerate(heads)])}
 

@@ -40,8 +40,8 @@ class HeadChanges(NamedTuple):
 
     text: torch.Tensor
     """
-    `(L, H_kv)`, the squared change of the outputs of a key/value head's query heads on text, summed. The token at
-    position t counts `1 / t`, because a token's output reaches the later ones.
+    `(L, H_kv)`, the summed squared change of the outputs of a key/value head's query heads on text, as a share of the
+    summed squares of the outputs of all heads of its layer: layers write on different scales.
     """
     retrieval: torch.Tensor | None
     """`(L, H_kv)`, the same where a passage asks for something that stands far before; `None` without passages."""
@@ -50,7 +50,7 @@ class HeadChanges(NamedTuple):
 
     @property
     def scores(self) -> torch.Tensor:
-        """`(L, H_kv)`, the share of both changes that each key/value head has; they sum up to 1."""
+        """`(L, H_kv)`, the mean share of each key/value head in both changes of all heads; they sum up to 1."""
         changes = [self.text] if self.retrieval is None else [self.text, self.retrieval]
         return sum(change / change.sum() for change in changes) / len(changes)
 
@@ -149,21 +149,24 @@ def measure_changes(
         ValueError: A model with local heads.
     """
     _check_all_global(model)
-    text = [_Moments() for _ in attention_layers(model)]
-    # What a token's heads return reaches all later tokens, so early tokens count more. Where all count the same, sinks
-    # change the first token, which gets much of a pretrained model's attention, and all that follows is ruined.
-    _collect(model, ((block, 1 / torch.arange(1, len(block) + 1)) for block in blocks), window, text)
-    fits = [moments.fit() for moments in text]
-    retrieval = [_Moments(moments.logits) for moments in text]
-    _collect(model, ((ids[:-1], torch.ones(length)) for ids, length in passages), window, retrieval)
+    layers = attention_layers(model)
+    # For the choice all queries count the same. For the sinks early ones count more, because what a token's heads
+    # return reaches all later tokens: else sinks change the first token, which gets much of a pretrained model's
+    # attention, and ruin what follows.
+    text, fitted = ([_Moments() for _ in layers] for _ in range(2))
+    rows = ((ids, torch.stack([1 / torch.arange(1, len(ids) + 1), torch.ones(len(ids))])) for ids in blocks)
+    _collect(model, rows, window, list(zip(fitted, text)))
+    fits = [moments.fit() for moments in fitted]
+    retrieval = [_Moments(moments.logits) for moments in fitted]
+    _collect(model, ((ids[:-1], torch.ones(1, length)) for ids, length in passages), window, list(zip(retrieval)))
 
-    def per_kv_head(moments: list[_Moments]) -> torch.Tensor:
-        changes = [each.change(index, value) for each, (index, value) in zip(moments, fits)]
+    def share(moments: list[_Moments]) -> torch.Tensor:
+        changes = [each.change(index, value) / each.outputs for each, (index, value) in zip(moments, fits)]
         return torch.stack(changes).unflatten(1, (model.config.num_key_value_heads, -1)).sum(2)
 
-    logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
+    logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(fitted, fits)]
     sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
-    return HeadChanges(per_kv_head(text), per_kv_head(retrieval) if retrieval[0].total else None, sinks)
+    return HeadChanges(share(text), share(retrieval) if retrieval[0].total else None, sinks)
 
 
 class _Moments:
@@ -181,6 +184,8 @@ class _Moments:
         """`(H, K)`, the grid; `None` until the first block has shown where a head's logits lie."""
         self.total = 0.0
         """The queries' weights, summed."""
+        self.outputs = 0.0
+        """Squared outputs over everything, summed."""
         self.squares = torch.zeros(1, 1, dtype=torch.float64)  # `(H, K)` once there are queries
         self.sums = torch.zeros(1, 1, 1, dtype=torch.float64)  # `(H, K, D)`
 
@@ -190,6 +195,7 @@ class _Moments:
         and how much each query counts, `(T,)`.
         """
         self.total += weights.sum().item()
+        self.outputs += torch.einsum("htd,t->", full.double().square(), weights).item()
         gates = (lse[..., None] - self.logits[:, None].to(lse)).sigmoid()  # `(H, T, K)`
         crossed, squared = (full * local).sum(-1, keepdim=True), local.square().sum(-1, keepdim=True)
         squares = gates * (gates * squared - 2 * crossed) + full.square().sum(-1, keepdim=True)
@@ -206,31 +212,38 @@ class _Moments:
 
     def change(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`(H,)` summed squared changes, with sinks as of `fit`."""
-        if not self.total:
-            return torch.zeros(len(index), dtype=torch.float64)
         heads = torch.arange(len(index))
         shift = value * (self.total * value - 2 * self.sums[heads, index])
         return (self.squares[heads, index] + shift.sum(-1)).clamp(min=0)
 
 
 def _collect(
-    model: LSGPTForCausalLM, inputs: Iterable[tuple[torch.Tensor, torch.Tensor]], window: int, moments: list[_Moments]
+    model: LSGPTForCausalLM,
+    inputs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    window: int,
+    moments: list[tuple[_Moments, ...]],
 ):
-    """Adds to the `moments` of each layer the last queries of token ids `(n,)`, as many as have weights."""
-    weights = torch.empty(0)
+    """
+    Adds to the moments of each layer the last queries of token ids `(n,)`, as many as have weights: a row of weights
+    for each of the layer's moments.
+    """
+    weights = torch.empty(0, 0)
 
-    def adder(of_layer: _Moments):
+    def adder(of_layer: tuple[_Moments, ...]):
         def add(layer, args, kwargs):
             # What the layer is about to compute, on whatever engine.
             heads = layer.project(*args, kwargs["position_embeddings"])
             length = heads.key.shape[2]
-            if of_layer.logits is None:
+            if of_layer[0].logits is None:
                 _, lse = _attend(heads, max(length - QUERIES_AT_ONCE, 0), length)
-                of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
-            start = length - len(weights)
-            for part in weights.to(heads.key.device, torch.float64).split(QUERIES_AT_ONCE):
-                stop = start + len(part)
-                of_layer.add(_attend(heads, start, stop)[0], *_attend(heads, start, stop, window), part)
+                for each in of_layer:
+                    each.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
+            start = length - weights.shape[1]
+            for part in weights.to(heads.key.device, torch.float64).split(QUERIES_AT_ONCE, dim=1):
+                stop = start + part.shape[1]
+                outputs = _attend(heads, start, stop)[0], *_attend(heads, start, stop, window)
+                for each, row in zip(of_layer, part):
+                    each.add(*outputs, row)
                 start = stop
 
         return add

@@ -160,18 +160,18 @@ def test_measured_change_is_that_of_the_outputs_of_a_model_with_local_heads(grou
     assert not any(module._forward_pre_hooks for module in model.modules())
     local = with_global_heads(model, [[], []], 8, changes.sinks)
 
-    def change(inputs):
-        result = 0
-        for ids, weights in inputs:
+    def share(inputs):
+        result = outputs = 0
+        for ids, count in inputs:
             calls = attention_inputs(model, ids)
             before, after = head_outputs(model, calls, ids), head_outputs(local, calls, ids)
-            squares = (before - after - changes.sinks.values[:, None])[:, -len(weights) :].square()
-            result = result + (squares * weights[:, None, None]).unflatten(2, (3, 2)).sum((1, 3, 4))
-        return result
+            squares = (before - after - changes.sinks.values[:, None])[:, -count:].square()
+            result = result + squares.unflatten(2, (3, 2)).sum((1, 3, 4))
+            outputs = outputs + before[:, -count:].square().sum((1, 2, 3))
+        return result / outputs[:, None]
 
-    weights = torch.tensor([1 / t for t in range(1, 41)], dtype=torch.float64)
-    torch.testing.assert_close(changes.text, change((ids, weights) for ids in blocks), rtol=1e-6, atol=1e-9)
-    expected = change((ids[:-1], torch.ones(count)) for ids, count in passages)
+    torch.testing.assert_close(changes.text, share((ids, 40) for ids in blocks), rtol=1e-6, atol=1e-9)
+    expected = share((ids[:-1], count) for ids, count in passages)
     torch.testing.assert_close(changes.retrieval, expected, rtol=1e-9, atol=1e-9)
     shares = changes.text / changes.text.sum() + changes.retrieval / changes.retrieval.sum()
     torch.testing.assert_close(changes.scores, shares / 2)
@@ -259,13 +259,15 @@ def test_change_is_the_same_on_every_engine(grouped_model, engine):
 
 
 def test_head_that_looks_far_back_is_chosen(tiny_model):
-    """It attends to a few keys wherever they are; the others to all alike, which a window and a constant stand for."""
+    """It attends to a few keys wherever they are; the others, whose queries are their keys, to their own token."""
     model = tiny_model(num_global_heads=6, num_key_value_heads=3, position_embedding_type="none")
-    far = (1, 2)
     with torch.no_grad():
         for i, layer in enumerate(attention_layers(model)):
+            layer.k_proj.weight *= 5.0
             for head in range(3):
-                layer.k_proj.weight[12 * head : 12 * (head + 1)] *= 5.0 if (i, head) == far else 0.01
+                if (i, head) != (1, 2):
+                    key = layer.k_proj.weight[12 * head : 12 * (head + 1)]
+                    layer.q_proj.weight[24 * head : 24 * (head + 1)] = key.repeat(2, 1)
     blocks = torch.randint(97, (2, 100))
     for passages in ([], [(ids, 5) for ids in blocks]):
         changes = measure_changes(model, blocks, 8, passages)
