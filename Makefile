@@ -20,7 +20,7 @@ test: $(VENV)/installed  ## Run all tests but those of serving
 	$(RUN) pytest -n 2 --dist worksteal
 
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
-	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py
+	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py tests/test_other_decoders.py
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
 	$(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving

@@ -207,7 +207,9 @@ def flash_like_attention(module, query, key, value, attention_mask, sliding_wind
     """What FlashAttention's wrapper in Transformers computes, with the masks and arguments that it is given."""
     num_heads, (q_length, kv_length) = query.shape[1], (query.shape[2], key.shape[2])
     documents = None
-    if attention_mask is None and query.shape[0] == 1 and position_ids is not None:
+    if kwargs.get("cu_seq_lens_q") is not None:
+        documents = torch.repeat_interleave(kwargs["cu_seq_lens_q"].diff())[None]
+    elif attention_mask is None and query.shape[0] == 1 and position_ids is not None:
         documents = (position_ids == 0).cumsum(-1)
     num_global = 0 if sliding_window else num_heads
     lengths = q_length, kv_length
@@ -240,7 +242,7 @@ def test_engines_without_masks(flash_like, kind):
     parts = [measure_max_logits(model, input_ids=part) for part in ids.split(lengths, dim=1)]
     packed = {"input_ids": ids, "position_ids": positions}
     if kind == "lengths":
-        packed["cu_seq_lens_q"] = torch.tensor([0, 4, 19, 30], dtype=torch.int32)
+        packed = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 4, 19, 30], dtype=torch.int32)}
     close(measure_max_logits(model, **packed), torch.stack(parts).amax(0))
 
 
