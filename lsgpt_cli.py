@@ -355,10 +355,10 @@ def _convert(args: argparse.Namespace) -> int:
         for name, *values in format_quality(calibration):
             print(f"  {name:<40}{'  '.join(values)}")
         print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")
-        print(
-            f"  lsgpt train finetune --model_name_or_path {args.folder} --dataset_name {args.calibrate} "
-            f"--block_size {model.config.max_position_embeddings}"
-        )
+        heal = f"lsgpt train heal --model_name_or_path {args.folder} --teacher {args.source}"
+        # The recipe's blocks have 512 tokens.
+        block_size = min(model.config.max_position_embeddings, 512)
+        print(f"  {heal} --dataset_name {args.calibrate}{'' if block_size == 512 else f' --block_size {block_size}'}")
     if not os.path.exists(os.path.join(args.folder, "tokenizer_config.json")):
         print(f"\nThe source has no tokenizer. To use text, save the model's own into {args.folder}.")
     return 0
