@@ -26,7 +26,7 @@ BENCHMARKS = {
     "train": train.prepare,
 }
 
-APART = ("memory", "telemetry", "long_context")
+APART = ("memory", "telemetry", "long_context", "quality")
 """Modules with measurements of their own kind, and with options of their own."""
 
 QUICK_LENGTHS = (2048,)

@@ -337,6 +337,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
+        teacher_logits: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
@@ -346,17 +347,26 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
             skip_logits: Whether to return the loss alone, and never hold the logits of all tokens at once. In
                 training on long blocks they are by far the largest tensor.
+            teacher_logits (`(B, T, V)`, *optional*): What another model makes of the same tokens. The loss is then the
+                Kullback-Leibler divergence of its distributions, at every token that predicts a label. Only with
+                `skip_logits`.
             **kwargs: Also `num_items_in_batch`, the number of labels that the summed loss is divided by.
 
         Returns:
             Logits `(B, T, V)`, unless they are skipped, and with `labels` the loss.
 
         Raises:
-            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape or outside the vocabulary, or neither
-                labels nor logits.
+            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape or outside the vocabulary, neither
+                labels nor logits, or a teacher's logits where the loss would not read them.
         """
         if skip_logits and labels is None:
             raise ValueError("`skip_logits` must be False without `labels`: there would be nothing to return")
+        has_own_loss = skip_logits and self.loss_function is ForCausalLMLoss
+        if teacher_logits is not None and not has_own_loss:
+            raise ValueError(
+                "`teacher_logits` must be unset without `skip_logits` or with another `loss_function`, which does not "
+                "read them"
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -377,8 +387,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
 
         logits = loss = None
-        if skip_logits and self.loss_function is ForCausalLMLoss:
-            loss = causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
+        if has_own_loss:
+            loss = causal_lm_loss(hidden_states, self.lm_head, labels, teacher_logits=teacher_logits, **kwargs)
         else:
             logits = self.lm_head(hidden_states)
             if labels is not None:

@@ -172,7 +172,7 @@ def test_mistakes(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["memory", "telemetry", "long_context"])
+@pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality"])
 def test_other_measurements_get_their_own_options(name, monkeypatch):
     got = []
     monkeypatch.setattr(f"lsgpt.benchmarks.{name}.main", got.extend)

@@ -406,6 +406,8 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
 def test_nothing_to_return_is_refused(tiny_model):
     with pytest.raises(ValueError, match="`skip_logits` must be False without `labels`"):
         tiny_model()(batch(), skip_logits=True)
+    with pytest.raises(ValueError, match="`teacher_logits` must be unset without `skip_logits`"):
+        tiny_model()(batch(), labels=batch(), teacher_logits=torch.zeros(2, 45, 97))
 
 
 @pytest.mark.parametrize("field", ["cp_size", "sp_size"])
