@@ -136,6 +136,21 @@ def smollm2() -> str:
     return table(header, rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
 
 
+def quality() -> str:
+    """Perplexity and retrieval of a source and of what was made of it."""
+    if not (RESULTS / "quality.json").exists():
+        return MISSING
+    result = read("quality.json")
+    first, rows = result["rows"][0], []
+    for row in result["rows"]:
+        cells = [f"{row['perplexity']:.2f} ({row['perplexity'] / first['perplexity']:.3f})"]
+        for length, found in row["retrieval"].items():
+            cells.append(f"{found['mean']:.3f} ({found['mean'] / first['retrieval'][length]['mean']:.3f})")
+        rows.append([f"`{row['model']}`", *cells])
+    lengths = [f"retrieval at {int(length):,} tokens" for length in first["retrieval"]]
+    return table(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, "quality.json")
+
+
 def growth() -> str:
     """Memory of a training step over the length."""
     found = {(row["model"], row["tokens"]): row for row in read("memory.json")["rows"]}
@@ -214,7 +229,7 @@ def books() -> str:
     return table(header, rows, "books/results.json")
 
 
-TABLES = (speed, targets, smollm2, growth, memory, long_context, telemetry, books)
+TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, telemetry, books)
 
 
 def fill(page: str) -> str:
