@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lsgpt_cli
-from lsgpt.conversion import load_pretrained
+from lsgpt.conversion import calibration, load_pretrained
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text(encoding="utf-8")
@@ -61,7 +61,10 @@ def test_with_all_heads_global_it_is_the_source(folder):
     assert "Paris" in tokenizer.decode(answers[1][0])
 
 
-def test_the_commands_of_the_page(folder, capsys):
+def test_the_commands_of_the_page(folder, capsys, monkeypatch):
+    # With all that they would measure by themselves, it would take half an hour.
+    monkeypatch.setattr(calibration, "MAX_BLOCK_SIZE", 512)
+    monkeypatch.setattr(calibration, "NUM_KEYS", {"choice": 1, "evaluation": 1})
     run("convert", "--max-blocks", "1")
     config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
     assert sum(config.num_global_heads_per_layer) == 45 and config.sliding_window == 128 and config.attention_sinks
