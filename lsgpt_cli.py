@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
             return _compare(argv[1:])
         if argv[:1] == ["bench"]:
             return _bench(argv[1:])
+        if argv[:1] == ["study"]:
+            return _study(argv[1:])
         args = _make_parser().parse_args(argv)
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:  # also a package that an option needs
@@ -47,6 +49,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "compare",
         help="train variants of a recipe with several seeds and compare them: "
         "lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
+    )
+
+    commands.add_parser(
+        "study",
+        help="check a claim of the paper by experiment; without a name, list the studies: "
+        "lsgpt study [NAME] [--scale micro|paper] [--field value ...]",
     )
 
     commands.add_parser(
@@ -229,12 +237,49 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")
     parser.add_argument("--output-dir", "--output_dir", help="default: runs/compare-NAME")
     parser.add_argument("--arms-file", "--arms_file", help="a YAML file with more arms")
+    parser.add_argument("--processes", type=_positive_int, default=1, help="runs at once; default: %(default)s")
     recipe, argv = _split_recipe(argv)
     args, fields = parser.parse_known_args(argv)
 
     from lsgpt.training.compare import compare
 
-    compare(recipe, args.arms.split(","), args.seeds, args.output_dir, fields, args.arms_file)
+    compare(recipe, args.arms.split(","), args.seeds, args.output_dir, fields, args.arms_file, args.processes)
+    return 0
+
+
+def _study(argv: list[str]) -> int:
+    from lsgpt.studies import STUDIES, load_study, read_lines, run_study, write_report
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: lsgpt study NAME [--help] [--scale micro|paper] [--field value ...]\n")
+        for name in STUDIES:
+            study = load_study(name)
+            print(f"  {name:<22}{study.title:<34}{study.scales['micro'].hours:g} h on two CPU cores")
+        return 0
+    study = load_study(argv[0])
+    parser = argparse.ArgumentParser(
+        prog=f"lsgpt study {study.name}",
+        usage=f"lsgpt study {study.name} [--scale micro|paper] [--only ARM,...] [--field value ...]",
+        description=study.describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scale", default="micro", help="micro, for two CPU cores, or paper, for a GPU; default: micro"
+    )
+    parser.add_argument("--seeds", type=_positive_int, help="number of seeds; default: the scale's")
+    parser.add_argument("--only", default="", help="names of arms, or patterns such as 'ls-*', with commas")
+    parser.add_argument("--output-dir", "--output_dir", metavar="FOLDER", help="default: runs/study-NAME-SCALE")
+    parser.add_argument("--processes", type=_positive_int, help="runs at once; default: one for each core at micro")
+    parser.add_argument("--report", metavar="FOLDER", help="write the report of the runs in FOLDER again, run nothing")
+    args, fields = parser.parse_known_args(argv[1:])
+    if args.report:
+        if not read_lines(args.report):
+            raise ValueError(f"`--report` must be a folder with the runs of a study (runs.jsonl); got {args.report!r}")
+        print(write_report(study, args.report))
+        return 0
+    only = [name for name in args.only.split(",") if name]
+    run_study(study.name, args.scale, args.seeds, only, args.output_dir, args.processes, fields)
     return 0
 
 

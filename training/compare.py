@@ -3,9 +3,7 @@
 import json
 import math
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,12 +12,13 @@ from pathlib import Path
 import yaml
 
 from lsgpt.configuration import load_arms
-from lsgpt.utilities import suggest, table, with_unit
+from lsgpt.utilities import format_duration, suggest, table, with_unit
 
 from .arguments import Arguments, find_checkpoint, parse_arguments
 from .callbacks import read_metrics
 from .data import ALGORITHMS
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
+from .processes import Command, run_commands
 from .report import describe_environment, points_of, write_results
 from .stabilizers import read_stabilizers
 from .train import check_checkpoint, load_texts, make_tokenizer
@@ -32,6 +31,7 @@ def compare(
     output_dir: str | Path | None = None,
     overrides: Sequence[str] = (),
     arms_file: str | Path | None = None,
+    num_processes: int = 1,
 ) -> Path:
     """
     Trains every arm with every seed, and writes `report.md` with a table and plots.
@@ -48,6 +48,7 @@ def compare(
         output_dir: Where everything goes; `runs/compare-NAME` by default.
         overrides: Command-line fields that replace the recipe's in all arms.
         arms_file: A YAML file with more arms.
+        num_processes: Number of runs at once.
 
     Returns:
         The report.
@@ -63,23 +64,47 @@ def compare(
     recipes = {arm: arm_arguments.recipe for arm, arm_arguments in arguments.items()}
     folder = Path(output_dir or Path("runs") / f"compare-{base.recipe['run_name']}")
     _write_recipes(folder, recipes)
+    trained = prepare_tokenizer(base, folder)
+
+    seeds = [base.training.seed + i for i in range(num_seeds)]
+    runs = [(arm, seed) for seed in seeds for arm in arguments]
+    unfinished = []
+    for arm, seed in runs:
+        if (folder / arm / f"seed-{seed}" / "results.json").exists():
+            _print_result(folder, arm, seed)
+        else:
+            unfinished.append((arm, seed))
+    commands = []
+    for arm, seed in unfinished:
+        shares_tokenizer = trained and _trained_tokenizer(arguments[arm]) == trained
+        commands.append(_command(folder, arm, seed, folder / "tokenizer" if shares_tokenizer else None))
+    start = time.perf_counter()
+    for number, (index, status) in enumerate(run_commands(commands, num_processes), start=1):
+        arm, seed = unfinished[index]
+        if status != 0 or not (folder / arm / f"seed-{seed}" / "results.json").exists():
+            raise ChildProcessError(
+                f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
+                f"{commands[index].log}. The same command goes on with it"
+            )
+        _print_result(folder, arm, seed)
+        left = (time.perf_counter() - start) / number * (len(commands) - number)
+        if left:
+            print(f"{number} of {len(commands)} runs; about {format_duration(left)} left", flush=True)
+    report = write_comparison(folder, base.recipe, recipes, seeds)
+    print(f"\n{report}")
+    return report
+
+
+def prepare_tokenizer(base: Arguments, folder: Path) -> tuple[str, int] | None:
+    """
+    Trains the tokenizer that runs share, where they train one, and saves it as `folder / "tokenizer"`, unless it is
+    there. Returns its algorithm and size.
+    """
     trained = _trained_tokenizer(base)
     if trained and not (folder / "tokenizer").exists():
         tokenizer = make_tokenizer(base.data, base.build_config(), load_texts(base.data))
         tokenizer.save_pretrained(folder / "tokenizer")
-
-    seeds = [base.training.seed + i for i in range(num_seeds)]
-    runs = [(arm, seed) for seed in seeds for arm in arguments]
-    for number, (arm, seed) in enumerate(runs, start=1):
-        print(f"[{number}/{len(runs)}] {arm}, seed {seed}: ", end="", flush=True)
-        start = time.perf_counter()
-        shares_tokenizer = trained and _trained_tokenizer(arguments[arm]) == trained
-        results = _run(folder, arm, seed, folder / "tokenizer" if shares_tokenizer else None)
-        minutes = (time.perf_counter() - start) / 60
-        print(f"{results['status']}, perplexity {results['eval_perplexity'] or float('nan'):.2f} ({minutes:.1f} min)")
-    report = write_comparison(folder, base.recipe, recipes, seeds)
-    print(f"\n{report}")
-    return report
+    return trained
 
 
 def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
@@ -97,11 +122,18 @@ def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Ar
     arms = load_arms(arms_file)
     if arm not in arms:
         raise ValueError(f"`--arms` must be of {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
-    fields = arms[arm]
-    merged = {**base, **fields, "run_name": arm}
+    return join_arm(base, arm, arms[arm])
+
+
+def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ()) -> Arguments:
+    """
+    The arguments of an arm that is given by its recipe fields, see `resolve_arm`; `overrides` are fields of the
+    command line, which come last.
+    """
+    merged = {**base, **fields, "run_name": name}
     merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
     merged["stabilizers"] = {**base["stabilizers"], **read_stabilizers(fields.get("stabilizers"))}
-    return parse_arguments(merged)
+    return parse_arguments(merged, overrides)
 
 
 def _write_recipes(folder: Path, recipes: dict[str, dict]):
@@ -117,34 +149,33 @@ def _write_recipes(folder: Path, recipes: dict[str, dict]):
         file.write_text(text, encoding="utf-8")
 
 
-def _run(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> dict:
-    """The results of a run, which is made, or made to its end, if it has none yet."""
-    run_folder, log = folder / arm / f"seed-{seed}", folder / arm / f"seed-{seed}.log"
-    results = run_folder / "results.json"
-    if not results.exists():
-        command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
-        command += ["--seed", str(seed), "--output_dir", run_folder]
-        command += ["--tokenizer", tokenizer] if tokenizer else []
-        try:
-            checkpoint = find_checkpoint(run_folder)
-            check_checkpoint(checkpoint)
-            command += ["--resume_from_checkpoint", checkpoint]
-        except ValueError:  # nothing that could be gone on with
-            shutil.rmtree(run_folder, ignore_errors=True)
-        with log.open("a", encoding="utf-8") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-            # The run saves a checkpoint when it is told to end.
-            previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-            try:
-                status = process.wait()
-            finally:
-                signal.signal(signal.SIGTERM, previous)
-        if status != 0 or not results.exists():
-            raise ChildProcessError(
-                f"{arm} with seed {seed} ended with status {status} and without results; its output is in {log}. "
-                "The same command goes on with it"
-            )
-    return json.loads(results.read_text(encoding="utf-8"))
+def _command(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> Command:
+    """What makes a run, or makes it to its end."""
+    run_folder = folder / arm / f"seed-{seed}"
+    command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
+    command += ["--seed", str(seed), "--output_dir", run_folder]
+    command += ["--tokenizer", tokenizer] if tokenizer else []
+    if checkpoint := checkpoint_or_empty(run_folder):
+        command += ["--resume_from_checkpoint", checkpoint]
+    return Command(command, folder / arm / f"seed-{seed}.log")
+
+
+def checkpoint_or_empty(run_folder: Path) -> Path | None:
+    """The checkpoint with which the run in a folder goes on; where there is none, the folder is deleted."""
+    try:
+        checkpoint = find_checkpoint(run_folder)
+        check_checkpoint(checkpoint)
+    except ValueError:  # nothing that could be gone on with
+        shutil.rmtree(run_folder, ignore_errors=True)
+        return None
+    return checkpoint
+
+
+def _print_result(folder: Path, arm: str, seed: int):
+    results = json.loads((folder / arm / f"seed-{seed}" / "results.json").read_text(encoding="utf-8"))
+    perplexity = results["eval_perplexity"] or math.nan
+    duration = format_duration(results["train_seconds"])
+    print(f"{arm}, seed {seed}: {results['status']}, perplexity {perplexity:.2f} ({duration})", flush=True)
 
 
 def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], seeds: Sequence[int]) -> Path:

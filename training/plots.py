@@ -24,6 +24,7 @@ def plot_curves(
     log_x: bool = False,
     log_y: bool = False,
     threshold: float | None = None,
+    log_base: int = 2,
 ):
     """
     Draws curves into one pair of axes. Points that have no place in it (NaN, infinity, and on a logarithmic axis what
@@ -34,8 +35,9 @@ def plot_curves(
         curves: For each label a list of curves of points `(x, y)`. They share a colour and an entry of the legend, as
             the seeds of an experiment do.
         xlabel, ylabel: What the axes show, with units.
-        log_x, log_y: Logarithmic axes. That of `x` has its ticks at powers of two; else `x` counts something.
+        log_x, log_y: Logarithmic axes. That of `x` has its ticks at powers of `log_base`; else `x` counts something.
         threshold: Height of a dashed line.
+        log_base: 2 or 10.
     """
     # A Figure of its own, without pyplot: no window, and the backend of the caller's plots stays as it is.
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -58,7 +60,7 @@ def plot_curves(
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if log_x:
-        axes.set_xscale("log", base=2)
+        axes.set_xscale("log", base=log_base)
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.xaxis.set_minor_locator(NullLocator())
     else:

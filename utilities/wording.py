@@ -1,7 +1,7 @@
 """Small pieces of text for people: hints in error messages, numbers with units, tables."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -19,6 +19,15 @@ def with_unit(value: float, unit: str = "") -> str:
     return f"{value:.3g} {prefixes[0]}{unit}".strip()
 
 
-def table(rows: dict[str, str]) -> str:
-    """A Markdown table of names and values."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+def format_duration(seconds: float) -> str:
+    """A length of time for reading: 45 s, 3.4 min, 2.1 h."""
+    for limit, size, unit in ((90, 1, "s"), (90 * 60, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / size:.{0 if size == 1 else 1}f} {unit}"
+    return f"{seconds / 3600:.1f} h"
+
+
+def table(rows: Mapping[str, str] | Iterable[Sequence[object]], head: Sequence[str] = ("", "")) -> str:
+    """A Markdown table of names and values, or of rows of cells under a head."""
+    rows = rows.items() if isinstance(rows, Mapping) else rows
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows))

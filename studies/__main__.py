@@ -1,0 +1,32 @@
+"""One run of a study in a process of its own: `python -m lsgpt.studies NAME SCALE ARM SEED FOLDER [--field value]`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from lsgpt.training.report import describe_environment
+
+from .registry import load_study
+from .runner import finite, result_file
+
+
+def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
+    """Makes the run and writes what it returns, with what it was made on, into `FOLDER/ARM/seed-SEED.json`."""
+    start = time.perf_counter()
+    values = load_study(name).run(arm, int(seed), scale, Path(folder), fields)
+    line = {
+        "arm": arm,
+        "seed": int(seed),
+        "scale": scale,
+        "seconds": round(time.perf_counter() - start, 1),
+        "environment": describe_environment(),
+        "values": values,
+    }
+    file = result_file(Path(folder), arm, int(seed))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(finite(line)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

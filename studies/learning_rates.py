@@ -1,0 +1,219 @@
+"""Do Long Short-attention's losses and logits depend less on the learning rate?"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lsgpt.configuration import load_arms
+from lsgpt.training.plots import plot_curves
+from lsgpt.utilities import table
+
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, is_below, mean
+
+
+AT_BEST = "at the best rate of each, the mean loss"
+
+
+class LearningRates(TrainingStudy):
+    """Final loss and largest logit over learning rates, after the protocol of arXiv:2309.14322."""
+
+    name = "learning-rates"
+    title = "Learning rates"
+    question = """\
+The paper trains at one learning rate. Instabilities of large models show in small ones, too, at higher
+rates (arXiv:2309.14322). How do the final loss and the largest attention logit depend on the rate?"""
+    protocol = """\
+Every arm is trained at every rate: `mhsa` has global heads only (six in each layer at `micro`), `ls` one global
+head and the rest local, `ls-sinks` the same with a learned sink for each local head, `local-only` no global head.
+The sensitivity of an arm is the mean over rates of the final loss (at most the one before training) less the arm's
+best, in nats. A run has diverged when its loss became not finite or ended above where it began. The spike score is
+the share of steps whose loss is more than six standard deviations above the mean of the 128 steps before."""
+    claims = {
+        "lower-loss": Claim(
+            "LS-attention reaches a lower loss than multi-head attention",
+            "paper",
+            below(AT_BEST, "ls", "mhsa"),
+            EXCHANGED,
+        ),
+        "smaller-logits": Claim(
+            "LS-attention keeps the attention logits small where those of multi-head attention explode",
+            "paper",
+            "at the lowest rate at which a logit of `mhsa` passes 100 in all seeds, the largest logit of `ls` stays "
+            "below 100 in all seeds",
+            "at that rate the mean of the largest logits of `ls` is above that of `mhsa`",
+        ),
+        "less-sensitive": Claim(
+            "LS-attention is less sensitive to the learning rate",
+            "paper: it trains where multi-head attention diverges",
+            below("the sensitivity", "ls", "mhsa"),
+            EXCHANGED,
+        ),
+        "global-head": Claim(
+            "without a global head the loss is higher",
+            "paper: 15 to 20% of perplexity",
+            below(AT_BEST, "ls", "local-only"),
+            EXCHANGED,
+        ),
+        "sinks": Claim(
+            "learned sinks for local heads lower the loss of LS-attention",
+            "ours",
+            below(AT_BEST, "ls-sinks", "ls"),
+            EXCHANGED,
+        ),
+    }
+    scales = {
+        "micro": Scale("micro", {"max_steps": 600}, 3, 2.2),
+        "paper": Scale("paper-v1", {"max_steps": 50_000, "stop_at_step": None}, 3, 2400.0),
+    }
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    names: tuple[str, ...] = ("mhsa", "ls", "ls-sinks", "local-only")
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Recipe fields of every arm at every rate."""
+        shipped = load_arms()
+        rates = self.rates if scale == "micro" else tuple(rate / 10 for rate in self.rates)
+        return {
+            arm_at(name, rate): {**shipped[name], "learning_rate": rate, **_floor(rate, scale)}
+            for rate in rates
+            for name in self.names
+        }
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        best = {name: best_rate(runs, name, self._rates_of(runs)) for name in self.names}
+        losses = {name: runs.column(arm_at(name, best[name]), "eval_loss") for name in self.names}
+        findings = {
+            claim: compare_losses(losses, first, second, best)
+            for claim, first, second in (
+                ("lower-loss", "ls", "mhsa"),
+                ("global-head", "ls", "local-only"),
+                ("sinks", "ls-sinks", "ls"),
+            )
+        }
+        findings["smaller-logits"] = self._judge_logits(runs)
+        ours, theirs = (sensitivity(runs, name, self._rates_of(runs)) for name in ("ls", "mhsa"))
+        figure = f"sensitivity {format_values(ours)} for `ls`, {format_values(theirs)} for `mhsa`"
+        findings["less-sensitive"] = Finding(figure, verdict_below(ours, theirs))
+        return findings
+
+    def _judge_logits(self, runs: Runs) -> Finding:
+        for rate in self._rates_of(runs):
+            theirs = [_or_infinity(x) for x in runs.column(arm_at("mhsa", rate), "max_logit")]
+            ours = [_or_infinity(x) for x in runs.column(arm_at("ls", rate), "max_logit")]
+            if min(theirs) > 100:
+                figure = (
+                    f"at rate {rate:g}, the largest logit on the way is {format_values(ours, 0)} with `ls` and "
+                    f"{format_values(theirs, 0)} with `mhsa`"
+                )
+                verdict = "opposite" if sum(ours) > sum(theirs) else "not seen"
+                return Finding(figure, "seen" if max(ours) < 100 else verdict)
+        return Finding("no logit of `mhsa` passed 100 in all seeds at any rate", "open")
+
+    def _rates_of(self, runs: Runs) -> list[float]:
+        return sorted({float(arm.split("-lr")[1]) for arm in runs})
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Tables of losses and logits, arms by rates, and both as plots."""
+        rates = self._rates_of(runs)
+        names = [name for name in self.names if any(arm_at(name, rate) in runs for rate in rates)]
+        sections = [
+            f"## {title}\n\n{self._table(runs, names, rates, key, digits)}"
+            for title, key, digits in (
+                ("Final validation loss (nats per token)", "eval_loss", 3),
+                ("Largest logit on the way", "max_logit", 0),
+                ("Spike score (share of steps)", "spike_score", 4),
+            )
+        ]
+        for file, key, label in (
+            ("loss.png", "eval_loss", "final validation loss (nats per token)"),
+            ("max_logit.png", "max_logit", "largest |logit| on the way"),
+        ):
+            curves = {name: _by_seed(runs, name, rates, key) for name in names}
+            log_y = key == "max_logit"
+            plot_curves(folder / file, curves, "learning rate", label, log_x=True, log_y=log_y, log_base=10)
+            sections.append(f"![{label} over the learning rate]({file})")
+        return "\n\n".join(section.replace("## ", "### ", 1) for section in sections)
+
+    def _table(self, runs: Runs, names: list[str], rates: list[float], key: str, digits: int) -> str:
+        rows = []
+        for name in names:
+            cells = []
+            for rate in rates:
+                of_arm = runs.get(arm_at(name, rate), [])
+                diverged = sum(run["diverged"] for run in of_arm)
+                note = f", {diverged} of {len(of_arm)} diverged" if diverged else ""
+                cells.append(format_values((run[key] for run in of_arm), digits) + note)
+            rows.append([f"`{name}`", *cells])
+        return table(rows, ["arm", *(f"{rate:g}" for rate in rates)])
+
+
+STUDY = LearningRates()
+
+
+def arm_at(name: str, rate: float) -> str:
+    """The name of an arm at a learning rate."""
+    return f"{name}-lr{rate:g}"
+
+
+def _floor(rate: float, scale: str) -> dict:
+    """The end of the cosine: a tenth of the rate, where the recipe has a number."""
+    return {} if scale == "micro" else {"lr_scheduler_kwargs": {"min_lr": rate / 10}}
+
+
+def best_rate(runs: Runs, name: str, rates: list[float]) -> float:
+    """The rate with the lowest mean of the final loss, of those at which all seeds are finite."""
+    means = {}
+    for rate in rates:
+        losses = runs.column(arm_at(name, rate), "eval_loss")
+        means[rate] = math.inf if any(math.isnan(loss) for loss in losses) else mean(losses)
+    return min(means, key=means.__getitem__)
+
+
+def sensitivity(runs: Runs, name: str, rates: list[float]) -> list[float]:
+    """
+    For each seed the mean over rates of the final loss, at most the one before training, less the best
+    (arXiv:2309.14322).
+    """
+    by_rate = [runs.of(arm_at(name, rate)) for rate in rates]
+    values = []
+    for of_seed in zip(*by_rate):
+        losses = [min(_or_infinity(run["eval_loss"]), run["first_loss"]) for run in of_seed]
+        values.append(mean(losses) - min(losses))
+    return values
+
+
+def _or_infinity(value: float | None) -> float:
+    return math.inf if value is None or math.isnan(value) else value
+
+
+def compare_losses(
+    losses: dict[str, list[float]], first: str, second: str, rates: dict[str, float] | None = None
+) -> Finding:
+    """Whether the losses of the first arm are below those of the second."""
+    parts = [
+        f"{format_values(losses[name])} for `{name}`" + (f" (rate {rates[name]:g})" if rates else "")
+        for name in (first, second)
+    ]
+    return Finding(f"loss {parts[0]}, {parts[1]}", verdict_below(losses[first], losses[second]))
+
+
+def verdict_below(first: list[float], second: list[float]) -> str:
+    """`seen` where the first are below the second, see `is_below`, `opposite` where they are above."""
+    if is_below(first, second):
+        return "seen"
+    return "opposite" if is_below(second, first) else "not seen"
+
+
+def _by_seed(runs: Runs, name: str, rates: list[float], key: str) -> list[list[tuple[float, float]]]:
+    """For each seed the curve over rates; what is not finite is NaN."""
+    by_rate = {rate: runs.get(arm_at(name, rate), []) for rate in rates}
+    num_seeds = max(map(len, by_rate.values()))
+    return [
+        [
+            (rate, math.nan if of_arm[i][key] is None else of_arm[i][key])
+            for rate, of_arm in by_rate.items()
+            if i < len(of_arm)
+        ]
+        for i in range(num_seeds)
+    ]

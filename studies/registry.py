@@ -1,0 +1,28 @@
+"""The studies by their names."""
+
+import importlib
+
+from lsgpt.utilities import suggest
+
+from .study import Study
+
+
+STUDIES = {
+    "learning-rates": "learning_rates",
+    "stabilizers": "stabilizers",
+    "long-training": "long_training",
+}
+"""Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
+
+
+def load_study(name: str) -> Study:
+    """
+    A study by its name.
+
+    Raises:
+        ValueError: An unknown name, with the nearest known one.
+        ImportError: A package that the study needs is not installed.
+    """
+    if name not in STUDIES:
+        raise ValueError(f"the study must be one of {', '.join(STUDIES)}; got {name!r}{suggest(name, STUDIES)}")
+    return importlib.import_module(f".{STUDIES[name]}", __package__).STUDY

@@ -1,0 +1,211 @@
+"""Running a study, run by run, and writing its report."""
+
+import fnmatch
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lsgpt.training.processes import Command, run_commands
+from lsgpt.utilities import format_duration, table
+
+from .registry import load_study
+from .study import NOT_RUN, Finding, NotRunError, Runs, Study
+
+
+RUNS_FILE = "runs.jsonl"
+"""One line for each run that has ended: arm, seed, scale, seconds, environment, values."""
+
+
+def run_study(
+    name: str,
+    scale: str = "micro",
+    num_seeds: int | None = None,
+    only: Sequence[str] = (),
+    output_dir: str | Path | None = None,
+    num_processes: int | None = None,
+    fields: Sequence[str] = (),
+) -> Path:
+    """
+    Makes those runs of a study that have not been made, and writes its report after each.
+
+    Args:
+        name: One of `STUDIES`.
+        scale: One of the study's.
+        num_seeds: Number of seeds, which count up from 42; the scale's by default.
+        only: Names of arms, or patterns such as `ls-*`; all arms by default.
+        output_dir: Where everything goes, `runs/study-NAME-SCALE` by default. Runs of which this folder has the
+            results are not made again; those that were interrupted go on.
+        num_processes: Runs at once; by default one for each core at `micro`, else one.
+        fields: Command-line fields that replace those of the recipe in all arms, where the study has a recipe.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: Unknown names, impossible values, or a folder with other runs; before the first run.
+        ChildProcessError: A run failed; the message names the file with its output.
+    """
+    study = load_study(name)
+    if scale not in study.scales:
+        raise ValueError(f"`--scale` must be one of {', '.join(study.scales)}; got {scale!r}")
+    num_seeds = study.scales[scale].num_seeds if num_seeds is None else num_seeds
+    if num_seeds < 1:
+        raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
+    if fields and study.scales[scale].recipe is None:
+        raise ValueError(f"the study {name} has no recipe whose fields could be replaced; got {' '.join(fields)}")
+    arms = _choose_arms(study, scale, only)
+    folder = Path(output_dir or Path("runs") / f"study-{name}-{scale}")
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    _check_fields(folder, fields)
+    study.prepare(scale, work, fields)
+
+    # Seed by seed, so that an early look at the report shows all arms.
+    wanted = [(arm, 42 + i) for i in range(num_seeds) for arm in arms]
+    made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
+    missing = [run for run in wanted if run not in made]
+    num_processes = num_processes or ((os.cpu_count() or 1) if scale == "micro" else 1)
+    hours = study.scales[scale].hours * len(missing) / (len(study.arms(scale)) * study.scales[scale].num_seeds)
+    print(
+        f"{len(missing)} of {len(wanted)} runs to make, {num_processes} at once; expected: {hours:.1f} h", flush=True
+    )
+    commands = []
+    for arm, seed in missing:
+        log = result_file(work, arm, seed).with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command: list[str | Path] = [sys.executable, "-m", "lsgpt.studies", name, scale, arm, str(seed), work, *fields]
+        commands.append(Command(command, log))
+    start = time.perf_counter()
+    for number, (index, status) in enumerate(run_commands(commands, num_processes), start=1):
+        arm, seed = missing[index]
+        file = result_file(work, arm, seed)
+        if status != 0 or not file.exists():
+            raise ChildProcessError(
+                f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
+                f"{commands[index].log}. The same command goes on with it"
+            )
+        line = file.read_text(encoding="utf-8")
+        with (folder / RUNS_FILE).open("a", encoding="utf-8") as runs:
+            runs.write(line + "\n")
+        write_report(study, folder)
+        left = (time.perf_counter() - start) / number * (len(commands) - number)
+        duration = format_duration(json.loads(line)["seconds"])
+        print(f"[{number}/{len(commands)}] {arm}, seed {seed} ({duration}); {format_duration(left)} left", flush=True)
+    report = write_report(study, folder)
+    print(f"\n{report}")
+    return report
+
+
+def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
+    arms = list(study.arms(scale))
+    for pattern in only:
+        if not fnmatch.filter(arms, pattern):
+            raise ValueError(f"`--only` must name arms of {study.name}, which are {', '.join(arms)}; got {pattern!r}")
+    return [arm for arm in arms if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)]
+
+
+def _check_fields(folder: Path, fields: Sequence[str]):
+    """Raises `ValueError` where the folder's runs were made with other fields."""
+    file = folder / "work" / "fields.json"
+    if file.exists() and (earlier := json.loads(file.read_text(encoding="utf-8"))) != list(fields):
+        raise ValueError(
+            f"`--output-dir` must be new, or hold runs with the same fields; those in {folder} have "
+            f"{' '.join(earlier) or 'none'}"
+        )
+    file.write_text(json.dumps(list(fields)), encoding="utf-8")
+
+
+def result_file(work: Path, arm: str, seed: int) -> Path:
+    """Where a run leaves its line for `RUNS_FILE`."""
+    return work / arm / f"seed-{seed}.json"
+
+
+def finite(value):
+    """The value with `null` for the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(folder: str | Path) -> list[dict]:
+    """The runs in a folder, in the order of seeds; those of one seed as they ended."""
+    file = Path(folder) / RUNS_FILE
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return sorted(lines, key=lambda line: line["seed"])
+
+
+def read_runs(study: Study, folder: str | Path) -> Runs:
+    """The values of the runs in a folder, in the order of the study's arms."""
+    lines = read_lines(folder)
+    arms = dict.fromkeys(arm for scale in study.scales for arm in study.arms(scale))
+    grouped = {arm: [{"seed": x["seed"], **x["values"]} for x in lines if x["arm"] == arm] for arm in arms}
+    return Runs({arm: runs for arm, runs in grouped.items() if runs})
+
+
+def judge(study: Study, runs: Runs) -> dict[str, Finding]:
+    """What the runs say about the study's claims: open where arms are missing, or have one seed only."""
+    try:
+        findings = study.judge(runs)
+    except NotRunError:
+        findings = {}
+    return {name: findings.get(name, NOT_RUN) for name in study.claims}
+
+
+def write_report(study: Study, folder: str | Path) -> Path:
+    """
+    Writes `report.md` and its plots from the runs in a folder, and from nothing else.
+
+    Returns:
+        The path of the report.
+    """
+    folder = Path(folder)
+    lines, runs = read_lines(folder), read_runs(study, folder)
+    findings = judge(study, runs)
+    claims = "\n\n".join(
+        f"**{claim.text}** ({claim.source})\n\n"
+        f"- Seen: {claim.seen}\n- Opposite: {claim.opposite}\n- Found: {findings[name].figure}\n"
+        f"- Verdict: **{findings[name].verdict}**"
+        for name, claim in study.claims.items()
+    )
+    seeds = {arm: len(values) for arm, values in runs.items()}
+    scales = sorted({line["scale"] for line in lines})
+    counts = sorted(set(seeds.values()))
+    made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
+    seconds = sum(line["seconds"] for line in lines)
+    report = f"""# {study.title}
+
+{study.question}
+
+## Claims
+
+What counts as seen and as the opposite was written down before the runs; anything else is not seen.
+
+{claims}
+
+## What was run
+
+{study.protocol}
+
+Scale {", ".join(scales)}: {len(lines)} runs of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
+{format_duration(seconds)} of computing, all runs added up. Figures are means ± sample standard deviations over seeds.
+Again: `lsgpt study {study.name} --scale {scales[0]}`; this page alone: `lsgpt study {study.name} --report FOLDER`.
+
+## Results
+
+{study.report(runs, folder).strip()}
+
+## Made with
+
+{table(made_with)}
+"""
+    path = folder / "report.md"
+    path.write_text(report, encoding="utf-8")
+    return path
