@@ -1,7 +1,7 @@
 """Small pieces of text for people: hints in error messages, numbers with units, tables."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -19,6 +19,7 @@ def with_unit(value: float, unit: str = "") -> str:
     return f"{value:.3g} {prefixes[0]}{unit}".strip()
 
 
-def table(rows: dict[str, str]) -> str:
-    """A Markdown table of names and values."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+def table(rows: Iterable[Iterable], head: Sequence[str] = ("", "")) -> str:
+    """A Markdown table of rows of cells, with what stands at the head of each column; by default names and values."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
