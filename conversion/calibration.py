@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training.data import load_documents, pack, tokenize
-from lsgpt.utilities import compare_costs
+from lsgpt.utilities import compare_costs, table
 
 from .heads import HeadChanges, choose_global_heads, measure_changes, with_global_heads
 
@@ -289,7 +289,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
 Perplexity per token, on {num_tokens[1]:,} tokens of {text} that the choice was not made on, and the mean of the next
 table. Sinks of the first and the random heads were measured in the same way.
 
-{_table(["global heads", "perplexity", *(["retrieval"] if retrieval else [])], format_quality(calibration))}
+{table(format_quality(calibration), ["global heads", "perplexity", *(["retrieval"] if retrieval else [])])}
 
 ## Retrieval of a pass key
 
@@ -299,7 +299,7 @@ table. Sinks of the first and the random heads were measured in the same way.
 
 Beside the source, all of whose heads are global.
 
-{_table(["tokens", "", "this checkpoint", "the source", "ratio"], costs)}
+{table(costs, ["tokens", "", "this checkpoint", "the source", "ratio"])}
 
 ## Which heads change as local ones
 
@@ -308,7 +308,7 @@ place of everything. Its score is the squared change, relative to its layer's ou
 measured on {measured}. Bold: the heads that stay global. Heads are numbered as in the source;
 in this checkpoint the global heads of a layer come first.
 
-{_table(["layer", *(f"head {head}" for head in range(kv_heads))], [[str(i), *row] for i, row in enumerate(heads)])}
+{table(([i, *row] for i, row in enumerate(heads)), ["layer", *(f"head {head}" for head in range(kv_heads))])}
 
 ![Scores, layers by key/value heads; frames around the heads that stay global](heads.png)
 """
@@ -339,18 +339,13 @@ def _retrieval_section(retrieval: dict[str, Recall]) -> str:
 the likeliest, given those before them, of {num_keys} numbers at each depth; 100% is the last place outside the window.
 Some tokens, such as a space, can be guessed.
 
-{_table(["tokens", "depth", *names], rows)}"""
+{table(rows, ["tokens", "depth", *names])}"""
 
 
 def _cost_lengths(config: LSGPTConfig) -> list[int]:
     """Powers of 2 from 1,024 to the model's last position, and that itself."""
     end = config.max_position_embeddings
     return sorted({end, *(2**power for power in range(10, end.bit_length()) if 2**power <= end)})
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def plot_scores(path: str | Path, scores: torch.Tensor, global_kv_heads: list[list[int]]):

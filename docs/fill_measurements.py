@@ -13,6 +13,7 @@ from pathlib import Path
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
 from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
+from lsgpt.utilities import table
 
 
 PAGE = Path(__file__).parent / "measurements.md"
@@ -60,12 +61,10 @@ def read_ratios(folder: str) -> dict:
     return ratios
 
 
-def table(header: str, rows: list[list], *files: str) -> str:
+def with_sources(header: str, rows: list[list], *files: str) -> str:
     """A Markdown table of `rows`, and a line for each of the `files` that it is made from."""
-    columns = header.split("|")
-    lines = [[column.strip() for column in columns], ["---"] * len(columns), *rows]
-    text = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    return f"{text}\n\n" + "\n".join(describe_source(name) for name in files)
+    head = [column.strip() for column in header.split("|")]
+    return f"{table(rows, head)}\n\n" + "\n".join(describe_source(name) for name in files)
 
 
 def describe_source(name: str) -> str:
@@ -109,7 +108,7 @@ def speed() -> str:
             rounds = max((x["rounds"] for x in found if x), default="-") if benchmark != "cache" else "-"
             rows.append([title, f"{length:,}", *cells, rounds])
     files = [f"bench/{folder}/bench-cpu.json" for folder in dict.fromkeys(folder for folder, *_ in SPEED.values())]
-    return table("| tokens | LSGPT / MHSA | LSGPT / GPT-2 | MHSA / GPT-2 | bound / MHSA | rounds", rows, *files)
+    return with_sources("| tokens | LSGPT / MHSA | LSGPT / GPT-2 | MHSA / GPT-2 | bound / MHSA | rounds", rows, *files)
 
 
 def targets() -> str:
@@ -121,7 +120,7 @@ def targets() -> str:
             met = MISSING if x is None else "yes" if x["median"] <= target else "no"
             names = " / ".join(NAMES[family] for family in pair)
             rows.append([benchmark, f"{length:,}", names, with_spread(x, 3), target, met])
-    return table("benchmark | tokens | ratio | measured | target, at most | met", rows)
+    return with_sources("benchmark | tokens | ratio | measured | target, at most | met", rows)
 
 
 def smollm2() -> str:
@@ -133,7 +132,7 @@ def smollm2() -> str:
             met = MISSING if x is None else "yes" if x["median"] <= target else "no"
             rows.append([benchmark, f"{length:,}", with_spread(x, 3), target, met])
     header = "benchmark | tokens | LSGPT / Llama | target, at most | met"
-    return table(header, rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
+    return with_sources(header, rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
 
 
 def quality() -> str:
@@ -148,7 +147,7 @@ def quality() -> str:
             cells.append(f"{found['mean']:.3f} ({found['mean'] / first['retrieval'][length]['mean']:.3f})")
         rows.append([f"`{row['model']}`", *cells])
     lengths = [f"retrieval at {int(length):,} tokens" for length in first["retrieval"]]
-    return table(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, "quality.json")
+    return with_sources(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, "quality.json")
 
 
 def growth() -> str:
@@ -163,7 +162,7 @@ def growth() -> str:
             for x in peaks
         ]
         rows.append([name.replace("-", " heads "), *cells])
-    return table(
+    return with_sources(
         "|".join(["peak, and per token ", *(f"{length:,} tokens" for length in lengths)]), rows, "memory.json"
     )
 
@@ -181,7 +180,7 @@ def memory() -> str:
             for other in ("mhsa", "gpt2"):
                 cells.append(f"{peak / found[other, length]:.2f}" if peak and (other, length) in found else MISSING)
             rows.append([NAMES[name], f"{length:,}", *cells])
-    return table("| tokens | peak per token | share of MHSA's | share of GPT-2's", rows, "memory.json")
+    return with_sources("| tokens | peak per token | share of MHSA's | share of GPT-2's", rows, "memory.json")
 
 
 def long_context() -> str:
@@ -199,7 +198,7 @@ def long_context() -> str:
     ]
     if not any("all heads global" in model for model, *_ in rows):
         rows.append(["paper-v1, all heads global", *[MISSING] * 5])
-    return table("model | tokens | at once | time | memory | cache at the end", rows, "long_context.json")
+    return with_sources("model | tokens | at once | time | memory | cache at the end", rows, "long_context.json")
 
 
 def telemetry() -> str:
@@ -211,7 +210,7 @@ def telemetry() -> str:
         [f"which implies, with one step in {every} measured", f"{result['implied_ratio']:.4f}"],
         ["whole trainings, with / without, each round", ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])],
     ]
-    return table("| ratio of times", rows, "telemetry.json")
+    return with_sources("| ratio of times", rows, "telemetry.json")
 
 
 def books() -> str:
@@ -226,7 +225,7 @@ def books() -> str:
             cells.append(f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
         rows.append([f"`{arm}`", *cells, f"{len(runs) - len(finished)} of {len(runs)}"])
     header = "arm | validation perplexity | bits per byte | largest logit | diverged"
-    return table(header, rows, "books/results.json")
+    return with_sources(header, rows, "books/results.json")
 
 
 TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, telemetry, books)

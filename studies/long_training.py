@@ -13,7 +13,19 @@ from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .learning_rates import compare_losses, verdict_below
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, validation_blocks
+from .study import (
+    EXCHANGED,
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    TrainingStudy,
+    below,
+    format_values,
+    points,
+    results_table,
+    validation_blocks,
+)
 
 
 class LongTraining(TrainingStudy):
@@ -118,25 +130,14 @@ over the largest in the second tenth."""
 
     def report(self, runs: Runs, folder: Path) -> str:
         """Final figures, and loss and logits over time."""
-        rows = [
-            [
-                f"`{name}`",
-                format_values(run["eval_loss"] for run in of_arm),
-                format_values((run["max_logit"] for run in of_arm), 1),
-                format_values((run["spike_score"] for run in of_arm), 5),
-                f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
-            ]
-            for name, of_arm in runs.items()
-        ]
-        head = ["arm", "final validation loss", "largest logit on the way", "spike score", "diverged"]
         curves = {}
         for name, of_arm in runs.items():
             for kind in ("global", "local"):
                 lines = [run["curves"][f"max_logit_{kind}"] for run in of_arm if f"max_logit_{kind}" in run["curves"]]
                 if lines:
-                    curves[f"{name}, {kind} heads"] = [_points(line) for line in lines]
+                    curves[f"{name}, {kind} heads"] = [points(line) for line in lines]
         plot_curves(folder / "max_logit.png", curves, "optimizer step", "largest |logit|", log_y=True)
-        losses = {name: [_points(run["curves"]["loss"]) for run in of_arm] for name, of_arm in runs.items()}
+        losses = {name: [points(run["curves"]["loss"]) for run in of_arm] for name, of_arm in runs.items()}
         plot_curves(folder / "loss.png", losses, "optimizer step", "training loss (nats per token)")
         by_head = [
             [f"`{name}`, seed {run['seed']}", str(layer), " ".join(f"{x:.1f}" for x in row)]
@@ -144,7 +145,7 @@ over the largest in the second tenth."""
             for run in of_arm
             for layer, row in enumerate(list(run["max_logits_by_head"].values())[-1])
         ]
-        return f"""{table(rows, head)}
+        return f"""{results_table(runs)}
 
 ![Largest attention logit over the training](max_logit.png)
 
@@ -158,10 +159,6 @@ The largest logit of each head at the last checkpoint, on a block of validation 
 
 
 STUDY = LongTraining()
-
-
-def _points(curve: list) -> list[tuple[float, float]]:
-    return [(step, math.nan if value is None else value) for step, value in curve]
 
 
 def _infinite(values: list[float]) -> list[float]:

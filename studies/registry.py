@@ -11,6 +11,9 @@ STUDIES = {
     "learning-rates": "learning_rates",
     "stabilizers": "stabilizers",
     "long-training": "long_training",
+    "heads-and-windows": "heads_and_windows",
+    "positions": "positions",
+    "lengths": "lengths",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 

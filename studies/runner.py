@@ -204,7 +204,7 @@ Again: `lsgpt study {study.name} --scale {scales[0]}`; this page alone: `lsgpt s
 
 ## Made with
 
-{table(made_with)}
+{table(made_with.items())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")

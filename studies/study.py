@@ -19,6 +19,7 @@ from lsgpt.training.data import pack, tokenize
 from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
 from lsgpt.training.train import build_trainer, load_texts, train
+from lsgpt.utilities import table
 
 
 VERDICTS = ("seen", "not seen", "opposite", "open")
@@ -262,6 +263,29 @@ def format_values(values: Iterable[float | None], digits: int = 3) -> str:
     spread = f" ± {deviation(finite):,.{digits}f}" if len(finite) > 1 else ""
     lost = f" ({len(values) - len(finite)} not finite)" if len(finite) < len(values) else ""
     return f"{mean(finite):,.{digits}f}{spread}{lost}"
+
+
+def results_table(runs: Runs, arms: Iterable[str] | None = None) -> str:
+    """The final figures of trainings, arm by arm."""
+    rows = []
+    for arm in runs if arms is None else arms:
+        of_arm = runs.get(arm, [])
+        rows.append(
+            [
+                f"`{arm}`",
+                format_values(run["eval_loss"] for run in of_arm),
+                format_values((run["max_logit"] for run in of_arm), 1),
+                format_values((run["spike_score"] for run in of_arm), 5),
+                f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
+            ]
+        )
+    head = ["arm", "final validation loss (nats per token)", "largest logit on the way", "spike score", "diverged"]
+    return table(rows, head)
+
+
+def points(curve: Sequence[Sequence]) -> list[tuple[float, float]]:
+    """A curve as `plot_curves` takes it: NaN where there is no number."""
+    return [(x, math.nan if y is None else y) for x, y in curve]
 
 
 def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.0) -> bool:

@@ -8,6 +8,7 @@ vLLM stand in `tests/serving/test_upstream.py`.
 import inspect
 import math
 import re
+import sys
 import types
 from dataclasses import replace
 
@@ -21,8 +22,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
+    AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -143,6 +146,48 @@ def test_trainer_save_model_pushes_unless_it_is_an_internal_call(trainer, monkey
     assert pushes == []
     instance.save_model(str(tmp_path))
     assert len(pushes) == 1
+
+
+def test_trainer_asks_the_methods_that_are_overridden(trainer):
+    seen = []
+
+    class Asked(Trainer):
+        def create_accelerator_and_postprocess(self):
+            seen.append("create_accelerator_and_postprocess")
+            super().create_accelerator_and_postprocess()
+
+        def get_decay_parameter_names(self, model):
+            seen.append("get_decay_parameter_names")
+            return [*super().get_decay_parameter_names(model), "table"]
+
+    instance = trainer()
+    instance = Asked(instance.model, instance.args)
+    assert seen == ["create_accelerator_and_postprocess"] and instance.optimizer is None
+    decayed, others = instance.create_optimizer().param_groups
+    assert seen[1:] == ["get_decay_parameter_names"] and instance.create_optimizer() is instance.optimizer
+    assert decayed["params"] == [instance.model.table] and others["params"] == []
+
+
+def test_get_available_reporting_integrations():
+    from transformers.integrations import get_available_reporting_integrations  # noqa: PLC0415
+
+    assert "tensorboard" in get_available_reporting_integrations()
+
+
+def test_accelerate_state_tells_whether_it_is_initialized_and_the_parallelism(trainer):
+    from accelerate import state  # noqa: PLC0415
+
+    trainer()
+    assert state.is_initialized()
+    assert state.AcceleratorState().parallelism_config is None
+
+
+def test_environment_variables_that_accelerate_launch_sets():
+    from accelerate.utils import launch  # noqa: PLC0415
+
+    source = inspect.getsource(launch)
+    assert 'current_env["ACCELERATE_USE_FSDP"] = "true"' in source
+    assert '"ACCELERATE_USE_PARALLELISM_CONFIG"' in source
 
 
 def test_unset_hf_deepspeed_config():
@@ -291,6 +336,27 @@ def test_paged_attention_is_given_its_cache_as_a_keyword():
     assert "cache" in inspect.signature(function).parameters or 'kwargs.pop("cache"' in inspect.getsource(function)
 
 
+def test_lazy_import_flash_attention_returns_the_varlen_function_second(monkeypatch):
+    from transformers import modeling_flash_attention_utils as utils  # noqa: PLC0415
+
+    names = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    package = types.SimpleNamespace(**{name: lambda q, k, v, s_aux=None: None for name in names})
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    assert utils.lazy_import_flash_attention("flash_attention_3")[0][1] is package.flash_attn_varlen_func
+
+
+def test_get_query_offset_and_is_compileable_tell_caches_apart():
+    states = torch.randn(1, 1, 3, 2)
+    dynamic, static = DynamicCache(config=TinyConfig()), StaticCache(config=TinyConfig(), max_cache_len=6)
+    for cache in (dynamic, static):
+        for layer in range(3):
+            cache.update(states, states, layer)
+            assert cache.get_query_offset(layer) == 3
+    assert isinstance(dynamic.get_query_offset(1), int) and isinstance(static.get_query_offset(0), torch.Tensor)
+    assert static.is_compileable and not dynamic.is_compileable
+
+
 # Models
 
 
@@ -359,6 +425,40 @@ def test_is_tracing_knows_fake_tensors():
         assert is_tracing(torch.zeros(2))
 
 
+def test_is_torchdynamo_exporting_while_torch_exports():
+    from transformers.utils.import_utils import is_torchdynamo_exporting  # noqa: PLC0415
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            return x + 1 if is_torchdynamo_exporting() else x
+
+    assert Asking()(torch.zeros(2)).sum() == 0
+    assert torch.export.export(Asking(), (torch.zeros(2),)).module()(torch.zeros(2)).sum() == 2
+
+
+def test_generic_heads_build_their_decoder_with_auto_model():
+    from transformers.modeling_layers import (  # noqa: PLC0415
+        GenericForSequenceClassification,
+        GenericForTokenClassification,
+    )
+
+    class HeadedConfig(TinyConfig):
+        model_type = "tiny-headed"
+
+    class Decoder(TinyModel):
+        config_class = HeadedConfig
+
+    AutoModel.register(HeadedConfig, Decoder)
+    for head in (GenericForSequenceClassification, GenericForTokenClassification):
+        assert type(type("Headed", (head, Decoder), {})(HeadedConfig()).model) is Decoder
+
+
+def test_rope_init_functions_have_the_names_of_rope_types():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    assert {"linear", "dynamic", "yarn", "longrope", "llama3"} <= ROPE_INIT_FUNCTIONS.keys()
+
+
 def test_llamas_rotary_embedding_and_repeat_kv():
     from transformers.integrations.sdpa_attention import repeat_kv  # noqa: PLC0415
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: PLC0415
@@ -379,6 +479,7 @@ def test_keyword_arguments_that_configurations_take_besides_their_fields():
 
     taken = set(re.findall(r"kwargs\.pop\(\"(\w+)\"", inspect.getsource(PreTrainedConfig.__post_init__)))
     assert taken and taken <= {*_TRANSFORMERS_KWARGS, *PreTrainedConfig.__dataclass_fields__}
+    assert {"do_sample", "temperature", "top_k"} <= GenerationConfig._get_default_generation_params().keys()
 
 
 def test_get_relative_import_files_follows_imports(tmp_path):
@@ -424,6 +525,45 @@ def test_scaled_dot_product_flash_attention_for_cpu_and_its_backward():
     _, lse = forward(query, key, value, 0.0, True, scale=0.5)
     logits = (query @ key.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
     torch.testing.assert_close(lse, logits.logsumexp(-1))  # natural, (B, H, T)
+
+
+def test_scaled_dot_product_flash_attention_for_cpu_takes_masks_and_other_log_sum_exps():
+    """The log-sum-exp is that of the masked logits; with a sink in it, the backward pass has the sink's weights."""
+    query, key, value, gradient = torch.randn(4, 1, 2, 5, 4)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    mask = torch.zeros(1, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    logits = query @ key.mT * 0.5 + mask
+    weights = torch.cat([logits, torch.ones(1, 2, 5, 1)], dim=-1).softmax(-1)[..., :-1]
+    expected = torch.autograd.grad(weights @ value, inputs, gradient)
+    with torch.no_grad():
+        options = {"attn_mask": mask, "scale": 0.5}
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = attend(query, key, value, 0.0, False, **options)
+        torch.testing.assert_close(lse, logits.logsumexp(-1))
+        with_sink = torch.logaddexp(lse, torch.ones(()))
+        output = output * (lse - with_sink).exp()[..., None]
+        torch.testing.assert_close(output, weights @ value)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = backward(gradient, query, key, value, output, with_sink, 0.0, False, **options)
+    for actual, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, right)
+
+
+def test_compile_friendly_flex_attention_passes_aux_request_on():
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask  # noqa: PLC0415
+    from transformers.integrations.flex_attention import compile_friendly_flex_attention  # noqa: PLC0415
+
+    query, key, value = torch.randn(3, 1, 2, 5, 4)
+    mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 5, 5, device="cpu")
+    options = {"score_mod": lambda logit, *indices: logit, "block_mask": mask, "scale": 0.5, "enable_gqa": True}
+    with torch.compiler.set_stance("force_eager"):
+        for training in (False, True):
+            output, aux = compile_friendly_flex_attention(
+                query, key, value, training=training, return_aux=AuxRequest(lse=True), **options
+            )
+            logits = (query @ key.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+            torch.testing.assert_close(output, logits.softmax(-1) @ value)
+            torch.testing.assert_close(aux.lse, logits.logsumexp(-1))  # natural, (B, H, T)
 
 
 def test_triton_interpreter_is_known_by_the_type_of_kernels():

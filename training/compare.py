@@ -261,7 +261,7 @@ seeds whose run finished; the largest logit is that of all measured steps; speed
 
 ## Environment
 
-{table(environment)}
+{table(environment.items())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
@@ -270,7 +270,7 @@ seeds whose run finished; the largest logit is that of all measured steps; speed
 
 def _results_table(results: dict[str, list[dict]]) -> str:
     columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
-    rows = [columns, ["---"] * len(columns)]
+    rows = []
     for arm, runs in results.items():
         # A run may diverge after its last measured loss: its perplexity is not a number then.
         finished = [run for run in runs if run["status"] == "finished" and run["eval_perplexity"] is not None]
@@ -285,7 +285,7 @@ def _results_table(results: dict[str, list[dict]]) -> str:
                 f"{len(runs) - len(finished)} of {len(runs)}",
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows, columns)
 
 
 def _mean_and_deviation(runs: list[dict], key: str, digits: int) -> str:

@@ -131,7 +131,7 @@ def write_report(
 
 ## Results
 
-{table(format_results(results))}
+{table(format_results(results).items())}
 
 {_before_and_after(recipe, results)}{plots}
 ## A sample
@@ -142,7 +142,7 @@ def write_report(
 
 ## Model
 
-{table(describe(config))}
+{table(describe(config).items())}
 
 ## Recipe
 
@@ -154,7 +154,7 @@ Repeat this run with `lsgpt train {folder / "recipe.yaml"}`.
 
 ## Environment
 
-{table(describe_environment())}
+{table(describe_environment().items())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
@@ -173,7 +173,7 @@ def _before_and_after(recipe: dict, results: dict) -> str:
     }
     share = (lambda value: f" ({value / teacher:.3f} of the teacher's)") if teacher else (lambda value: "")
     rows = {name: f"{value:.2f}{share(value)}" for name, value in rows.items() if value is not None}
-    section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(rows)}\n\n"
+    section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(rows.items())}\n\n"
     if teacher is None:
         section += (
             "This run had no teacher. What it gained may come from learning this text rather than from healing. To "

@@ -1,7 +1,7 @@
 """Small pieces of text for people: hints in error messages, numbers with units, tables."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -27,7 +27,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def table(rows: Mapping[str, str] | Iterable[Sequence[object]], head: Sequence[str] = ("", "")) -> str:
-    """A Markdown table of names and values, or of rows of cells under a head."""
-    rows = rows.items() if isinstance(rows, Mapping) else rows
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows))
+def table(rows: Iterable[Iterable], head: Sequence[str] = ("", "")) -> str:
+    """A Markdown table of rows of cells, with what stands at the head of each column; by default names and values."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -13,10 +13,18 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from gguf_file import write_gguf
 from reference import autograd_functions
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
@@ -229,6 +237,18 @@ def test_teacher_of_another_kind(folder):
     torch.testing.assert_close(logits, alone)
     in_bfloat16 = parse_arguments(overrides=["--use_cpu=true", "--bf16=true"]).training
     assert (teacher.dtype, load_teacher(str(folder / "gpt2"), in_bfloat16).dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_teacher_in_a_gguf_file(folder, tmp_path):
+    """Its weights are read as those of the folder that it was made from are, and its tokenizer is compared."""
+    source, tokenizer = (auto.from_pretrained("runs/smollm2") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    write_gguf(tmp_path / "tiny.gguf", source, tokenizer)
+    trainer = build_trainer(arguments_of(teacher=tmp_path / "tiny.gguf", output_dir=tmp_path / "run"))
+    ids = torch.randint(300, (2, 20))
+    torch.testing.assert_close(next_token_logits(trainer.teacher, {"input_ids": ids}), source(ids).logits)
+    write_gguf(tmp_path / "other.gguf", source, train_tokenizer(DOCUMENTS, 300))
+    with pytest.raises(ValueError, match=r"`teacher` must have the tokenizer of the model, .* has the id"):
+        build_trainer(arguments_of(teacher=tmp_path / "other.gguf", output_dir=tmp_path / "run"))
 
 
 def test_perplexity_is_over_tokens(tiny_model):

@@ -1,0 +1,161 @@
+"""Where do the heads of trained models look, and is the far past sparse?"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+from lsgpt.configuration import load_arms
+from lsgpt.training import parse_arguments
+from lsgpt.training.data import pack, tokenize
+from lsgpt.training.train import load_texts
+from lsgpt.utilities import table
+
+from .inspection import FIGURES, attention_statistics
+from .learning_rates import verdict_below
+from .study import Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, mean, validation_blocks
+
+
+PRETRAINED = "smollm2-135m"
+SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SOURCE_FIELD = "--model_name_or_path"
+NUM_BLOCKS = 8
+LENGTH = 512
+FAR = {"mhsa": 12, "ls": 12, PRETRAINED: 128}
+"""Keys as far away, or farther, are far: for the small models the window of `ls`."""
+
+
+class WhereHeadsLook(TrainingStudy):
+    """Statistics of the attention of trained models, see `lsgpt inspect`."""
+
+    name = "where-heads-look"
+    title = "Where heads look"
+    question = """\
+LS-attention rests on two assumptions: near tokens need dense attention, whose matrices have a high rank, and far ones
+need sparse attention only. Is that what trained models do?"""
+    protocol = f"""\
+`mhsa` and `ls` are trained on the same text; `{PRETRAINED}` is SmolLM2-135M-Instruct as it was published, and its
+seeds are different blocks of text. The figures are means over layers, heads and {NUM_BLOCKS} blocks of {LENGTH} tokens
+of validation text, defined in docs/inspect.md. Far are keys {FAR["ls"]} tokens away or more, {FAR[PRETRAINED]} for
+`{PRETRAINED}`, whose published name or folder is `{SOURCE_FIELD}`."""
+    claims = {
+        "near": Claim(
+            "most attention is on near tokens",
+            "paper",
+            "in `mhsa` and in SmolLM2, more than half of the attention is on near tokens and the first one, in all "
+            "seeds",
+            "in both, less than half, in all seeds",
+        ),
+        "sparse": Claim(
+            "attention to the far past is sparse",
+            "paper",
+            "in `mhsa` and in SmolLM2, the normalised entropy of the attention to far tokens without the first is "
+            "below 0.5 in all seeds",
+            "in both, it is above 0.8 in all seeds, which is nearly uniform",
+        ),
+        "rank": Claim(
+            "local heads have attention matrices of a higher rank than heads of multi-head attention",
+            "paper",
+            below("the mean effective rank over heads of `mhsa`, and over local heads of `ls`:", "mhsa", "ls"),
+            "it is above by more than two standard errors",
+        ),
+    }
+    scales = {
+        "micro": Scale("micro", {"max_steps": 1000}, 3, 0.5),
+        "paper": Scale("paper-v1", {}, 3, 500.0),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Two to train, and one to load."""
+        shipped = load_arms()
+        return {name: shipped[name] for name in ("mhsa", "ls")} | {PRETRAINED: {}}
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains and measures, or measures the pretrained model."""
+        place, rest = split_source(fields)
+        if arm != PRETRAINED:
+            return super().run(arm, seed, scale, folder, rest)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+        data = parse_arguments(self.scales[scale].recipe, rest).data
+        blocks = pack(tokenize(load_texts(data)["validation"], tokenizer), LENGTH)
+        start = (seed - 42) * NUM_BLOCKS
+        rows = [row["input_ids"] for i, row in zip(range(start + NUM_BLOCKS), blocks) if i >= start]
+        return statistics_of(model, torch.stack([torch.as_tensor(row).long() for row in rows]), FAR[arm])
+
+    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+        """As of all trainings."""
+        super().prepare(scale, folder, split_source(fields)[1])
+
+    def measure(self, folder: Path) -> dict:
+        """The statistics of the trained model."""
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return statistics_of(model, validation_blocks(folder, NUM_BLOCKS, LENGTH), FAR["ls"])
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        figures = {
+            name: {arm: [_mean_over_heads(run, name) for run in runs.of(arm)] for arm in ("mhsa", PRETRAINED)}
+            for name in ("far_mass_without_first", "far_entropy")
+        }
+        far, entropy = figures["far_mass_without_first"], figures["far_entropy"]
+        both = [value for values in far.values() for value in values]
+        near = "seen" if max(both) < 0.5 else "opposite" if min(both) > 0.5 else "not seen"
+        spread = [value for values in entropy.values() for value in values]
+        sparse = "seen" if max(spread) < 0.5 else "opposite" if min(spread) > 0.8 else "not seen"
+        ranks = {
+            "mhsa": [_mean_over_heads(run, "effective_rank") for run in runs.of("mhsa")],
+            "ls": [_mean_over_heads(run, "effective_rank", local=True) for run in runs.of("ls")],
+        }
+        return {
+            "near": Finding("share of attention on far tokens, without the first: " + _list(far), near),
+            "sparse": Finding("normalised entropy of far attention: " + _list(entropy), sparse),
+            "rank": Finding("effective rank: " + _list(ranks, 1), verdict_below(ranks["mhsa"], ranks["ls"])),
+        }
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """All figures, for each kind of heads."""
+        rows = []
+        for arm, of_arm in runs.items():
+            for kind, local in (("global", False), ("local", True)):
+                if not any(is_local == local for row in of_arm[0]["is_local"] for is_local in row):
+                    continue
+                cells = [format_values(_mean_over_heads(run, name, local) for run in of_arm) for name in FIGURES]
+                rows.append([f"`{arm}`, {kind} heads", *cells])
+        words = "\n".join(f"- {title}: {text}" for title, text in FIGURES.values())
+        return f"{table(rows, ['heads', *(title for title, _ in FIGURES.values())])}\n\n{words}"
+
+
+STUDY = WhereHeadsLook()
+
+
+def split_source(fields: Sequence[str]) -> tuple[str, list[str]]:
+    """Where the pretrained model is, and the fields of the others."""
+    if SOURCE_FIELD not in fields:
+        return SOURCE, list(fields)
+    at = list(fields).index(SOURCE_FIELD)
+    return fields[at + 1], [*fields[:at], *fields[at + 2 :]]
+
+
+def statistics_of(model, ids: torch.Tensor, far: int) -> dict:
+    """The figures of every layer and head, and which heads are local."""
+    statistics = attention_statistics(model, ids, far)
+    figures = {name: getattr(statistics, name) for name in FIGURES}
+    rounded = {name: [[round(x, 4) for x in row] for row in values.tolist()] for name, values in figures.items()}
+    return {"is_local": statistics.is_local.tolist(), **rounded}
+
+
+def _mean_over_heads(run: dict, name: str, local: bool | None = None) -> float:
+    pairs = [
+        (value, is_local)
+        for values, kinds in zip(run[name], run["is_local"])
+        for value, is_local in zip(values, kinds)
+        if value is not None
+    ]
+    return mean(value for value, is_local in pairs if local is None or is_local == local)
+
+
+def _list(figures: Mapping[str, list[float]], digits: int = 3) -> str:
+    return ", ".join(f"{format_values(values, digits)} of `{arm}`" for arm, values in figures.items())

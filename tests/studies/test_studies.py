@@ -1,0 +1,228 @@
+"""Studies: real runs at a small size that are interrupted and go on, reports from results alone, the page of claims."""
+
+import importlib.util
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lsgpt_cli
+from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_lines, run_study, write_report
+from lsgpt.studies.learning_rates import arm_at, sensitivity
+from lsgpt.studies.study import NUM_POINTS, VERDICTS, format_values, is_below, spike_score, thin
+
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "studies" / "results").glob("*/runs.jsonl"))
+TRAININGS = [name for name in STUDIES if isinstance(load_study(name), TrainingStudy)]
+
+SMALL = {
+    "dataset_name": "text.txt",
+    "streaming": "false",
+    "tokenizer": "bpe",
+    "preprocessing_num_workers": "1",
+    "validation_split_percentage": "50",
+    "max_eval_blocks": "2",
+    "max_steps": "4",
+    "warmup_steps": "1",
+    "gradient_accumulation_steps": "1",
+    "per_device_train_batch_size": "2",
+    "logging_steps": "1",
+    "max_logit_every_n_steps": "1",
+    "save_steps": "1",
+    "bf16": "false",
+    "torch_compile": "false",
+    "use_cpu": "true",
+    "prompt": "line",
+}
+SHAPE = "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, num_attention_heads: 6, head_dim: 4, sliding_window: 4}"
+
+
+def small_fields(**changes):
+    fields = {**SMALL, "config_overrides": SHAPE, **changes}
+    return [part for name, value in fields.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(8000)))
+
+
+def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
+    arms = ["ls-lr0.01", "mhsa-lr0.01"]
+    fields = small_fields(max_steps="40", block_size="64")
+    command = [sys.executable, "-m", "lsgpt_cli", "study", "learning-rates", "--only", ",".join(arms), "--seeds", "1"]
+    process = subprocess.Popen([*command, "--processes", "2", *fields], stderr=subprocess.PIPE, text=True)
+    work = tmp_path / "runs" / "study-learning-rates-micro" / "work"
+    while not all(list((work / arm).glob("seed-42/checkpoint-*/trainer_state.json")) for arm in arms):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "The same command goes on with it" in process.communicate()[1]
+
+    report = run_study("learning-rates", num_seeds=1, only=arms, fields=fields)
+    lines = read_lines(report.parent)
+    assert sorted(line["arm"] for line in lines) == arms
+    assert all(line["values"]["step"] == 40 and line["environment"]["commit"] for line in lines)
+    # It resumed: the run's log has the line of both starts.
+    assert (work / "ls-lr0.01" / "seed-42.log").read_text().count("Training ") == 2
+
+    again = load_study("learning-rates").run("ls-lr0.01", 42, "micro", tmp_path / "again", fields)
+    same = next(line["values"] for line in lines if line["arm"] == "ls-lr0.01")
+    assert again["eval_loss"] == pytest.approx(same["eval_loss"], rel=1e-6)
+    assert [step for step, _ in again["curves"]["loss"]] == [step for step, _ in same["curves"]["loss"]]
+
+    # One seed is no verdict; the report needs nothing but the lines.
+    text = report.read_text()
+    assert text.count("Verdict: **open**") == len(load_study("learning-rates").claims)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(report.parent / "runs.jsonl", copy)
+    assert lsgpt_cli.main(["study", "learning-rates", "--report", str(copy)]) == 0
+    assert (copy / "report.md").read_text() == text
+
+    with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
+        run_study("learning-rates", num_seeds=1, only=arms, fields=small_fields(max_steps="41"))
+
+
+AT_PAPER_SCALE = {
+    "learning-rates": "ls-sinks-lr0.01",
+    "stabilizers": "ls-adagc-lr0.003",
+    "long-training": "ls",
+    "heads-and-windows": "g2",
+    "positions": "ls-sinusoidal",
+    "lengths": "ls-rope",
+    "where-heads-look": "ls",
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_papers_scale_runs(tmp_path, monkeypatch, name):
+    study, arm = load_study(name), AT_PAPER_SCALE[name]
+    if name == "lengths":  # its arms say how long blocks are
+        small = {"block_size": 64, "per_device_train_batch_size": 2}
+        overrides = {"position_embedding_type": "rope", "max_position_embeddings": 64}
+        monkeypatch.setattr(study, "arms", lambda scale: {arm: {**small, "config_overrides": overrides}})
+    values = study.run(arm, 42, "paper", tmp_path, small_fields(stop_at_step="3", block_size="64"))
+    assert values["step"] == 3 and math.isfinite(values["eval_loss"])
+    assert values["curves"]["max_logit"]
+    assert json.dumps(values)
+    if name == "lengths":
+        assert set(values["beyond"]) == {"1", "2", "4"}
+    if name == "long-training":
+        assert len(values["max_logits_by_head"]["3"]) == 1
+    if name == "where-heads-look":
+        assert values["is_local"] == [[False] + [True] * 5]
+        assert len(values["entropy"][0]) == 6
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_says_what_it_does_before_it_is_run(name, capsys):
+    assert lsgpt_cli.main(["study"]) == 0
+    assert name in capsys.readouterr().out
+    study = load_study(name)
+    assert study.name == name and study.title and study.question and study.protocol
+    assert set(study.scales) == {"micro", "paper"}
+    assert study.scales["micro"].num_seeds >= 2
+    for scale in study.scales:
+        arms = study.arms(scale)
+        assert arms and all(Path(arm).name == arm for arm in arms)
+    with pytest.raises(SystemExit):
+        lsgpt_cli.main(["study", name, "--help"])
+    text = capsys.readouterr().out
+    assert f"about {study.scales['micro'].hours:g} hours of two CPU cores" in text
+    assert "nobody has run it" in text
+    assert all(claim.text in text for claim in study.claims.values())
+    assert {finding.verdict for finding in judge(study, Runs()).values()} == {"open"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learning-rate"], "did you mean 'learning-rates'"),
+        (["learning-rates", "--scale", "huge"], "`--scale` must be one of micro, paper; got 'huge'"),
+        (["learning-rates", "--only", "ls-lr7"], "`--only` must name arms of learning-rates.*got 'ls-lr7'"),
+        (["learning-rates", "--report", "nowhere"], "`--report` must be a folder with the runs of a study"),
+        (["learning-rates", "--max_stps", "3"], "unknown field '--max_stps'; did you mean '--max_steps'"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(arguments, message, capsys):
+    assert lsgpt_cli.main(["study", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message.split(".*")[0] in error and message.split(".*")[-1] in error
+    assert not list(Path().glob("runs/*/runs.jsonl"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
+def test_committed_reports_are_made_of_committed_results(tmp_path, file):
+    shutil.copy(file, tmp_path)
+    study = load_study(file.parent.name)
+    report = write_report(study, tmp_path)
+    assert report.read_text() == (file.parent / "report.md").read_text()
+    assert {plot.name for plot in tmp_path.glob("*.png")} == {plot.name for plot in file.parent.glob("*.png")}
+    assert all("/" not in line["environment"]["commit"] for line in read_lines(file.parent))
+
+
+def test_the_page_of_claims_has_the_verdicts_of_the_results():
+    spec = importlib.util.spec_from_file_location("fill_claims", ROOT / "docs" / "fill_claims.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert module.fill(page) == page
+    number = sum(len(load_study(name).claims) for name in STUDIES)
+    assert sum(page.count(f"| **{verdict}** |") for verdict in VERDICTS) == number
+
+
+def made_up(losses, key="eval_loss", **values):
+    return [{key: loss, "first_loss": 7.0, "diverged": False, **values} for loss in losses]
+
+
+def test_learning_rates_are_judged_by_their_criteria():
+    study = load_study("learning-rates")
+    base = {"mhsa": 4.5, "ls": 4.3, "ls-sinks": 4.3, "local-only": 4.1}
+    logits = {1e-3: 10.0, 3e-3: 20.0, 1e-2: 40.0, 3e-2: 150.0, 1e-1: 4000.0}
+    runs = Runs()
+    for name, loss in base.items():
+        for rate, logit in logits.items():
+            of_arm = made_up([loss + abs(math.log10(rate) + 2) + 0.001 * seed for seed in range(3)])
+            runs[arm_at(name, rate)] = [{**run, "max_logit": logit * (0.5 if name == "ls" else 1)} for run in of_arm]
+    findings = judge(study, runs)
+    assert {name: finding.verdict for name, finding in findings.items()} == {
+        "lower-loss": "seen",
+        "smaller-logits": "seen",  # 75 where those of mhsa are 150
+        "less-sensitive": "not seen",
+        "global-head": "opposite",
+        "sinks": "not seen",
+    }
+    assert "rate 0.01" in findings["lower-loss"].figure and "4.301 ± 0.001" in findings["lower-loss"].figure
+    # A run that diverged counts as its loss before training, and at its rate no arm is best.
+    for run in runs[arm_at("ls", 1e-2)]:
+        run.update(eval_loss=None, diverged=True)
+    assert judge(study, runs)["less-sensitive"].verdict == "opposite"
+    assert "(rate 0.01)" not in judge(study, runs)["lower-loss"].figure.split(",")[0]
+    assert sensitivity(runs, "ls", [1e-2, 3e-2])[0] == pytest.approx((7.0 - runs["ls-lr0.03"][0]["eval_loss"]) / 2)
+    # One seed alone is no verdict.
+    runs[arm_at("ls", 1e-2)] = runs[arm_at("ls", 1e-2)][:1]
+    assert {finding.verdict for finding in judge(study, runs).values()} == {"open"}
+
+
+def test_summaries():
+    assert is_below([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
+    assert not is_below([1.0, 3.0, 2.0], [2.0, 4.0, 3.0])
+    assert not is_below([2.0, 2.1], [1.0, 1.1])
+    assert format_values([1.0, 2.0, None]) == "1.500 ± 0.707 (1 not finite)"
+    assert format_values([None]) == "not finite" and format_values([]) == "-"
+    curve = [(step, float(step % 7)) for step in range(1, 1001)]
+    assert len(thin(curve, max)) <= NUM_POINTS and thin(curve, max)[-1][0] == 1000
+    assert max(value for _, value in thin(curve, max)) == 6.0
+    noise = [math.sin(i) for i in range(400)]
+    assert spike_score(noise) == 0
+    assert spike_score([*noise[:200], 50.0, *noise[201:]]) == pytest.approx(1 / 272)
+    assert spike_score([*noise[:200], math.nan, *noise[201:]]) == pytest.approx(1 / 272)
