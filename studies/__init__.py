@@ -2,13 +2,14 @@
 
 from .registry import STUDIES, load_study
 from .runner import judge, read_lines, read_runs, run_study, write_report
-from .study import Claim, Finding, Scale, Study, TrainingStudy
+from .study import Claim, Finding, Runs, Scale, Study, TrainingStudy
 
 
 __all__ = [
     "STUDIES",
     "Claim",
     "Finding",
+    "Runs",
     "Scale",
     "Study",
     "TrainingStudy",

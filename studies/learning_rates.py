@@ -9,7 +9,19 @@ from lsgpt.configuration import load_arms
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, is_below, mean
+from .study import (
+    EXCHANGED,
+    Claim,
+    Finding,
+    NotRunError,
+    Runs,
+    Scale,
+    TrainingStudy,
+    below,
+    format_values,
+    is_below,
+    mean,
+)
 
 
 AT_BEST = "at the best rate of each, the mean loss"
@@ -81,8 +93,7 @@ the share of steps whose loss is more than six standard deviations above the mea
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """See `claims`."""
-        best = {name: best_rate(runs, name, self._rates_of(runs)) for name in self.names}
-        losses = {name: runs.column(arm_at(name, best[name]), "eval_loss") for name in self.names}
+        best, losses = self._best(runs)
         findings = {
             claim: compare_losses(losses, first, second, best)
             for claim, first, second in (
@@ -96,6 +107,14 @@ the share of steps whose loss is more than six standard deviations above the mea
         figure = f"sensitivity {format_values(ours)} for `ls`, {format_values(theirs)} for `mhsa`"
         findings["less-sensitive"] = Finding(figure, verdict_below(ours, theirs))
         return findings
+
+    def _best(self, runs: Runs) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """The best rate of each name, and the final losses there."""
+        rates = self._rates_of(runs)
+        if len(rates) < len(self.rates):
+            raise NotRunError("some of the rates")
+        best = {name: best_rate(runs, name, rates) for name in self.names}
+        return best, {name: runs.column(arm_at(name, best[name]), "eval_loss") for name in self.names}
 
     def _judge_logits(self, runs: Runs) -> Finding:
         for rate in self._rates_of(runs):

@@ -1,6 +1,6 @@
 """What do the known remedies against exploding logits do, beside and on top of Long Short-attention?"""
 
-from .learning_rates import AT_BEST, LearningRates, arm_at, best_rate, compare_losses
+from .learning_rates import AT_BEST, LearningRates, compare_losses
 from .study import EXCHANGED, Claim, Finding, Runs, Scale, below
 
 
@@ -42,9 +42,7 @@ Stabilizers have their published defaults, see docs/training.md. The logits are 
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """See `claims`."""
-        rates = self._rates_of(runs)
-        best = {name: best_rate(runs, name, rates) for name in self.names}
-        losses = {name: runs.column(arm_at(name, best[name]), "eval_loss") for name in self.names}
+        best, losses = self._best(runs)
         strongest = {
             kind: min((f"{kind}-{method}" for method in METHODS), key=lambda name: sum(losses[name]))
             for kind in ("mhsa", "ls")

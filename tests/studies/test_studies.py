@@ -1,4 +1,4 @@
-"""Studies: real runs at a small size that are interrupted and go on, reports from results alone, the page of claims."""
+"""Studies: runs at a small size that are interrupted and go on, reports from results alone, the page of claims."""
 
 import importlib.util
 import json
@@ -41,7 +41,9 @@ SMALL = {
     "use_cpu": "true",
     "prompt": "line",
 }
-SHAPE = "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, num_attention_heads: 6, head_dim: 4, sliding_window: 4}"
+SHAPE = (
+    "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, num_attention_heads: 6, head_dim: 4, sliding_window: 4}"
+)
 
 
 def small_fields(**changes):
@@ -57,7 +59,7 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     arms = ["ls-lr0.01", "mhsa-lr0.01"]
-    fields = small_fields(max_steps="40", block_size="64")
+    fields = small_fields(max_steps="12", block_size="64")
     command = [sys.executable, "-m", "lsgpt_cli", "study", "learning-rates", "--only", ",".join(arms), "--seeds", "1"]
     process = subprocess.Popen([*command, "--processes", "2", *fields], stderr=subprocess.PIPE, text=True)
     work = tmp_path / "runs" / "study-learning-rates-micro" / "work"
@@ -70,7 +72,7 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     report = run_study("learning-rates", num_seeds=1, only=arms, fields=fields)
     lines = read_lines(report.parent)
     assert sorted(line["arm"] for line in lines) == arms
-    assert all(line["values"]["step"] == 40 and line["environment"]["commit"] for line in lines)
+    assert all(line["values"]["step"] == 12 and line["environment"]["commit"] for line in lines)
     # It resumed: the run's log has the line of both starts.
     assert (work / "ls-lr0.01" / "seed-42.log").read_text().count("Training ") == 2
 
@@ -89,7 +91,7 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     assert (copy / "report.md").read_text() == text
 
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
-        run_study("learning-rates", num_seeds=1, only=arms, fields=small_fields(max_steps="41"))
+        run_study("learning-rates", num_seeds=1, only=arms, fields=small_fields(max_steps="13"))
 
 
 AT_PAPER_SCALE = {
