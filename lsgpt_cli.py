@@ -152,6 +152,42 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     convert.set_defaults(run=_convert)
 
+    text = "show where the heads of a model look on a text"
+    inspect = commands.add_parser(
+        "inspect",
+        help=text,
+        description=f"{text.capitalize()}: LSGPT or any other decoder, such as a Llama or a GPT-2. Writes report.md, "
+        "plots, statistics.json, and attention.html, a page that opens in a browser without a network.",
+        allow_abbrev=False,
+    )
+    inspect.add_argument("model", metavar="MODEL", help="a folder with a checkpoint, or a model on the Hub")
+    inspect.add_argument(
+        "text",
+        metavar="TEXT",
+        help="a .txt file, of which the beginning is taken; a folder or a file of other kinds, stdlib, or a data set "
+        "on the Hub, of which held-out documents are taken",
+    )
+    inspect.add_argument(
+        "--output", metavar="FOLDER", help="folder to write into; default: runs/inspect-NAME, NAME being the model's"
+    )
+    inspect.add_argument(
+        "--length",
+        metavar="N",
+        type=_positive_int,
+        help="tokens in a block of text; default: 512, or the model's limit",
+    )
+    inspect.add_argument(
+        "--blocks", metavar="N", type=_positive_int, default=8, help="blocks to measure at most; default: %(default)s"
+    )
+    inspect.add_argument(
+        "--far",
+        metavar="N",
+        type=_positive_int,
+        help="from how many tokens away keys count as far; default: the window of the model's local heads, else 128, "
+        "and at most half a block",
+    )
+    inspect.set_defaults(run=_inspect)
+
     text = "show a model's shape and size, and what it costs beside equal multi-head attention"
     info = commands.add_parser("info", help=text, description=text.capitalize() + ".")
     info.add_argument("model", metavar="PRESET_OR_FOLDER", help="a preset's name, or a folder with a checkpoint")
@@ -356,6 +392,21 @@ def _check_positions(config, prompt_length: int, max_new_tokens: int):
     )
     # It would say the same in the middle of the text.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    _check_checkpoint(args.model)
+    from lsgpt.studies.inspection_report import FILES, format_kinds, inspect_heads
+
+    tokenizer, model = _load(args.model)
+    name = os.path.normpath(args.model)
+    folder = args.output or os.path.join("runs", f"inspect-{os.path.basename(os.path.abspath(name))}")
+    statistics = inspect_heads(model, tokenizer, args.text, folder, name, args.length, args.blocks, args.far)
+    print(format_kinds(statistics))
+    print("\nWritten:")
+    for file in FILES:
+        print(f"  {os.path.join(folder, file)}")
+    return 0
 
 
 def _info(args: argparse.Namespace) -> int:
