@@ -18,6 +18,7 @@ from test_readme import blocks
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.parallel import DistributedDataParallel
+from trainers import random_rows, trainer_of
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -385,31 +386,10 @@ def test_models_that_do_not_fit():
 # In training
 
 
-def rows(number=48, length=20):
-    ids = torch.randint(3, 97, (number, length)).tolist()
-    return [{"input_ids": row, "labels": row, "attention_mask": [1] * length} for row in ids]
-
-
-def trainer_of(model, folder, *callbacks, trainer_type=Trainer, **arguments):
-    arguments = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **arguments,
-    }
-    torch.manual_seed(0)
-    return trainer_type(model, TrainingArguments(folder, **arguments), train_dataset=rows(), callbacks=list(callbacks))
-
-
 def test_figures_of_a_training(tmp_path):
     """They are those of the step's micro-batches; on other steps nothing stands in the way."""
     model, expected, measured_steps = build("qwen3").train(), {}, set()
-    trainer = trainer_of(model, tmp_path, LogitTelemetryCallback(every_n_steps=3, threshold=1e-3))
+    trainer = trainer_of(model, tmp_path, LogitTelemetryCallback(every_n_steps=3, threshold=1e-3), with_mask=True)
 
     def watch(module, args, kwargs):
         step = trainer.state.global_step + 1
@@ -448,7 +428,7 @@ def test_document(tmp_path, monkeypatch, capsys):
     (added,), (code,) = blocks("docs/telemetry.md", "diff"), blocks("docs/telemetry.md", "python")
     assert added.count("\n+") + added.startswith("+") == 10
     args = TrainingArguments("run", max_steps=50, logging_steps=50, use_cpu=True, report_to="none", disable_tqdm=True)
-    script = {"Trainer": Trainer, "args": args, "model": build("gpt2"), "train_dataset": rows()}
+    script = {"Trainer": Trainer, "args": args, "model": build("gpt2"), "train_dataset": random_rows(with_mask=True)}
     exec("\n".join(line[1:] for line in added.splitlines()), script)
     (log,) = (log for log in script["trainer"].state.log_history if "max_logit" in log)
     assert log["step"] == 50 and f"'max_logit/layer_1': {log['max_logit/layer_1']}" in capsys.readouterr().out

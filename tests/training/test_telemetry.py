@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from reference import visible_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Trainer, TrainingArguments
+from trainers import trainer_of
 from transformers.integrations import TensorBoardCallback
 
 from lsgpt import measure_max_logits
@@ -82,29 +81,9 @@ def test_measured_under_autocast(tiny_model):
         torch.testing.assert_close(measured, brute_force(), rtol=1e-5, atol=0)
 
 
-def blocks(rows=64, length=40):
-    ids = torch.randint(97, (rows, length)).tolist()
-    return Dataset.from_dict({"input_ids": ids, "labels": ids})
-
-
-def train(model, folder, *callbacks, trainer_type=Trainer, **arguments):
-    arguments = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "logging_steps": 2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **arguments,
-    }
-    trainer = trainer_type(
-        model,
-        TrainingArguments(folder, **arguments),
-        train_dataset=blocks(),
-        callbacks=[*callbacks, MetricsFileCallback()],
-    )
+def train(model, folder, *callbacks, **arguments):
+    arguments = {"gradient_accumulation_steps": 4, "logging_steps": 2, **arguments}
+    trainer = trainer_of(model, folder, *callbacks, MetricsFileCallback(), **arguments)
     trainer.train()
     return trainer
 
