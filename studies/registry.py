@@ -14,6 +14,7 @@ STUDIES = {
     "heads-and-windows": "heads_and_windows",
     "positions": "positions",
     "lengths": "lengths",
+    "where-heads-look": "where_heads_look",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 
