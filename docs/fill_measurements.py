@@ -1,5 +1,5 @@
 """
-Fills the tables of `measurements.md` from the files in `benchmarks/results/`: `python docs/fill_measurements.py`.
+Fills tables of the documentation from the files in `benchmarks/results/`: `python docs/fill_measurements.py`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and ends with the commands, commits and machines of
 its figures. What no file holds is "not measured yet".
@@ -16,7 +16,7 @@ from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
 from lsgpt.utilities import table
 
 
-PAGE = Path(__file__).parent / "measurements.md"
+PAGES = [Path(__file__).parent / name for name in ("measurements.md", "pretrained.md")]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 MISSING = "not measured yet"
@@ -242,4 +242,5 @@ def fill(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

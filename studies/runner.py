@@ -19,6 +19,8 @@ from .study import NOT_RUN, Finding, NotRunError, Runs, Study
 RUNS_FILE = "runs.jsonl"
 """One line for each run that has ended: arm, seed, scale, seconds, environment, values."""
 
+FIELDS_FILE = "fields.json"
+
 
 def run_study(
     name: str,
@@ -63,6 +65,7 @@ def run_study(
     work.mkdir(parents=True, exist_ok=True)
     _check_fields(folder, fields)
     study.prepare(scale, work, fields)
+    (work / FIELDS_FILE).write_text(json.dumps(list(fields)), encoding="utf-8")  # now that they are known to be right
 
     # Seed by seed, so that an early look at the report shows all arms.
     wanted = [(arm, 42 + i) for i in range(num_seeds) for arm in arms]
@@ -110,13 +113,12 @@ def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
 
 def _check_fields(folder: Path, fields: Sequence[str]):
     """Raises `ValueError` where the folder's runs were made with other fields."""
-    file = folder / "work" / "fields.json"
+    file = folder / "work" / FIELDS_FILE
     if file.exists() and (earlier := json.loads(file.read_text(encoding="utf-8"))) != list(fields):
         raise ValueError(
             f"`--output-dir` must be new, or hold runs with the same fields; those in {folder} have "
             f"{' '.join(earlier) or 'none'}"
         )
-    file.write_text(json.dumps(list(fields)), encoding="utf-8")
 
 
 def result_file(work: Path, arm: str, seed: int) -> Path:
