@@ -108,7 +108,7 @@ def attention_statistics(model: nn.Module, input_ids: torch.Tensor, far: int | N
 
     Raises:
         ValueError: No blocks of two tokens or more, a `far` that leaves no far keys, or a model that is no decoder or
-            gives no attention weights.
+            gives no attention weights, or some that are not finite.
 
     ```python
     >>> statistics = attention_statistics(model, blocks)
@@ -213,7 +213,7 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         input_ids (`(T,)`): The text.
 
     Raises:
-        ValueError: The model is no decoder, or gives no attention weights.
+        ValueError: The model is no decoder, or gives no attention weights, or some that are not finite.
     """
     layers = attention_layers(model) if _is_lsgpt(model) else causal_attention_layers(model)
     decoder = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -232,6 +232,10 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
                 "`model` must have layers that return attention weights, of pairs that a mask allows, with "
                 f'attn_implementation="eager"; {type(layer).__name__} does not'
             )
+        number = getattr(layer, "layer_idx", len(visited))
+        visited.append(number)
+        if not weights.isfinite().all():
+            raise ValueError(f"`model` must have finite attention weights; those of layer {number} are not")
         if plan:
             groups = [group for group in layer.head_groups for _ in range(group.num_heads)]
             visible = torch.cat([plan.visibility[group.kind].dense()[0] for group in groups])
@@ -240,11 +244,8 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
             visible = mask[0] if mask.dtype == torch.bool else mask[0] > HIDDEN
             is_local = ~visible[:, -1, 0].cpu().expand(weights.shape[1])
         has_sink = torch.full_like(is_local, getattr(layer, "sinks", None) is not None)
-        if plan:
-            has_sink &= is_local
-        number = getattr(layer, "layer_idx", len(visited))
-        visited.append(number)
-        visit(LayerAttention(number, weights[0], visible, is_local, has_sink))
+        has_sink = has_sink & is_local if plan else has_sink  # in LSGPT, local heads only
+        visit(LayerAttention(number, weights[0], visible.to(weights.device), is_local, has_sink))
         return (output[0], None, *output[2:])
 
     engine, was_training = decoder.config._attn_implementation, decoder.training

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import re
+import shlex
 import weakref
 from html.parser import HTMLParser
 
@@ -15,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from test_other_decoders import CONFIGS, WINDOW, build
+from test_readme import ROOT, blocks
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
@@ -272,6 +274,13 @@ def test_models_without_attention_weights(build_any):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_weights_that_are_not_finite(build_any):
+    model = build_any("lsgpt")
+    torch.nn.init.constant_(model.model.layers[1].self_attn.q_proj.weight, math.nan)
+    with pytest.raises(ValueError, match="must have finite attention weights; those of layer 1 are not"):
+        attention_statistics(model, torch.randint(3, 97, (1, LENGTH)))
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A folder with `lsgpt` and `llama`, small untrained models, and `text.txt`."""
@@ -438,3 +447,21 @@ def test_what_the_user_got_wrong(workplace, capsys, offline, arguments, message)
     assert message in capsys.readouterr().err
     assert {path.name for path in workplace.iterdir()} == {"lsgpt", "llama", "text.txt", "letter.txt", "data"}
     assert [path.name for path in (workplace / "data").iterdir()] == ["precious.md"]
+
+
+def test_page_of_the_docs(workplace, capsys):
+    """docs/inspect.md: its command and its code, as printed."""
+    (workplace / "runs").mkdir()
+    (workplace / "runs" / "demo").symlink_to(workplace / "lsgpt")
+    (workplace / "notes.txt").write_text(TEXT, encoding="utf-8")
+    (command,), (code,) = blocks("docs/inspect.md", "bash"), blocks("docs/inspect.md", "python")
+    program, *arguments = shlex.split(command)
+    assert program == "lsgpt" and lsgpt_cli.main(arguments) == 0
+    page = (ROOT / "docs" / "inspect.md").read_text(encoding="utf-8")
+    assert set(FILES) == {file.name for file in (workplace / "runs" / "inspect-demo").iterdir()}
+    assert all(f"`{file}`" in page for file in FILES)
+    names = [label for label, _ in FIGURES.values()]
+    assert re.findall(r"^\| ([a-z, ]+) \|.*\|.*\|$", page, re.MULTILINE)[1:] == names
+    capsys.readouterr()
+    exec(code, {})
+    assert "tensor([[" in capsys.readouterr().out
