@@ -19,8 +19,9 @@ demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code
 test: $(VENV)/installed  ## Run all tests but those of serving
 	$(RUN) pytest -n 2 --dist worksteal
 
+# Not the tests of Triton kernels: these call nothing of Transformers, and PyTorch and Triton are those of `make test`.
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
-	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py tests/test_other_decoders.py
+	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not kernels" tests/modeling_lsgpt tests/transformers_common tests/test_upstream.py tests/test_other_decoders.py
 
 test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's CPU build
 	$(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving

@@ -241,6 +241,7 @@ def test_dropout_beside_sinks():
     assert (evaluated < 1).all()  # the sink takes the rest
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
 def test_sinks_of_triton_equal_dense_reference(name):
     with torch.device(DEVICE):
@@ -282,18 +283,21 @@ def test_flex_attention_of_small_heads_on_every_cpu(length, head_dim):
         check(HEADS["H6-G1"], "flex_attention", torch.float32, length, gradients=False, head_dim=head_dim)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
 def test_triton_equals_dense_reference(name):
     with torch.device(DEVICE):  # in float32, blocks of 32
         check(HEADS["H6-G3-KV2"], "triton", torch.float32, 79, name, batch_size=2)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "packed-right"])
 def test_triton_in_half_precision(name):
     with torch.device(DEVICE):  # blocks of 128 and 64
         check(HEADS["H6-G1"], "triton", HALF, 290, name, batch_size=2, window=100, head_dim=36)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("length", [1, WINDOW + 1, 63])
 @pytest.mark.parametrize("heads", ["H4-global", "H4-local", "H4-local-KV1"])
 def test_triton_with_one_kind_of_heads(heads, length):

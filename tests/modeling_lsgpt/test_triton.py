@@ -129,6 +129,7 @@ def test_without_a_gpu_the_error_says_what_to_do(tiny_model, monkeypatch):
         tiny_model(engine="triton")(torch.randint(97, (1, 12)))
 
 
+@pytest.mark.kernels
 def test_kernels_compile_for_gpus_and_fit():
     """For compute capability 8.6, with the least shared memory since Ampere, and 9.0."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -142,6 +143,7 @@ def test_kernels_compile_for_gpus_and_fit():
         assert kernel["spilled"] == 0 or kernel["capability"] < 90, kernel
 
 
+@pytest.mark.kernels
 def test_operators_keep_their_promises():
     """PyTorch's own check of custom operators: schema, autograd, fake tensors, tracing with dynamic shapes."""
     query = torch.randn(2, 20, 4, 16, device=DEVICE, requires_grad=True)
