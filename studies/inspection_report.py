@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
+from lsgpt.utilities import table
 
 from .inspection import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers
 
@@ -156,7 +157,7 @@ Means over heads, in brackets the smallest and the largest.
 
 Means over the heads of a layer and kind.
 
-{_table(["layer", "kind", "heads", *labels, "sink heads"], layers)}
+{table(layers, ["layer", "kind", "heads", *labels, "sink heads"])}
 
 ## Heads
 
@@ -185,7 +186,7 @@ def format_kinds(statistics: AttentionStatistics) -> str:
             cells.append(f"{_format(figure, found.mean().item())} ({low} to {high})" if len(found) else "-")
         rows.append([FIGURES[figure][0], *cells])
     rows.append(["sink heads", *(str(int((statistics.is_sink & is_kind).sum())) for is_kind in kinds.values())])
-    return _table(["", *(f"{kind} ({int(is_kind.sum())} heads)" for kind, is_kind in kinds.items())], rows)
+    return table(rows, ["", *(f"{kind} ({int(is_kind.sum())} heads)" for kind, is_kind in kinds.items())])
 
 
 def _format_heads(statistics: AttentionStatistics, chosen: torch.Tensor) -> list[str]:
@@ -200,10 +201,6 @@ def _format(figure: str, value: float) -> str:
     if figure in SHARES:
         return f"{value:.1%}"
     return f"{value:.2f}" if figure.endswith("entropy") else f"{value:,.1f}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def _write_json(path: Path, statistics: AttentionStatistics, name: str, text: str, blocks: torch.Tensor):
