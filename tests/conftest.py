@@ -1,24 +1,39 @@
-"""Shared fixtures: tiny models whose heads, layers and positions all differ, so that a mix-up shows."""
+"""
+Shared fixtures: tiny models whose heads, layers and positions all differ, so that a mix-up shows.
+
+PyTorch is imported late: the process of pytest-xdist that hands out tests reads this file, too, and can do without.
+"""
+
+# ruff: noqa: PLC0415
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton must see this when something imports it
-
-from lsgpt import LSGPTConfig, LSGPTForCausalLM
 
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import reference`
 
-# Tiny tensors: a second thread costs more than it brings, and processes of pytest-xdist would fight for the cores.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # the same in processes that tests start
+
+@cache
+def prepare():
+    """What must be before the first test is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton must see this when something imports it
+    import lsgpt  # noqa: F401
+
+    # Tiny tensors: a second thread costs more than it brings, and processes of pytest-xdist would fight for the cores.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # the same in processes that tests start
+
+
+def pytest_collectstart():
+    prepare()
+
 
 TINY = {
     "vocab_size": 97,
@@ -36,6 +51,7 @@ TINY = {
 @pytest.fixture
 def tiny_config():
     """Builds an `LSGPTConfig`: `tiny_config(**overrides)`."""
+    from lsgpt import LSGPTConfig
 
     def build(**overrides):
         return LSGPTConfig(**{**TINY, **overrides})
@@ -46,6 +62,9 @@ def tiny_config():
 @pytest.fixture
 def tiny_model(tiny_config):
     """Builds an `LSGPTForCausalLM` in evaluation mode: `tiny_model(dtype=..., engine=..., **overrides)`."""
+    import torch
+
+    from lsgpt import LSGPTForCausalLM
 
     def build(dtype=torch.float32, engine="sdpa", **overrides):
         torch.manual_seed(0)
@@ -59,18 +78,24 @@ def tiny_model(tiny_config):
 @pytest.fixture(autouse=True)
 def seed():
     """Every test draws the same random numbers, whatever ran before it."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def fresh_compiler():
     """PyTorch counts recompilations of a function over the whole process, and gives up after a few."""
+    import torch
+
     torch.compiler.reset()
 
 
 @pytest.fixture
 def four_threads():
     """What the CPU's engines do for several threads."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -50,23 +51,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def environment(folder):
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    caches = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_MODULES_CACHE": str(folder / "modules")}
-    own = {"PATH": path, "HF_HUB_OFFLINE": "1", "NO_PROXY": "localhost", "PYTHONUTF8": "1"}
-    return {**os.environ, **caches, **own}
-
-
 def run(command, folder):
-    result = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, encoding="utf-8"
-    )
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, **fresh.environment(), "PATH": path}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert result.returncode == 0, f"{command[-1]}\n{result.stderr}"
     return result.stdout
 
 
 def run_python(code, folder):
-    return run([sys.executable, "-c", code], folder)
+    return fresh.run("-c", code, cwd=folder, NO_PROXY="localhost")
 
 
 def test_every_section_is_run_here():
@@ -152,7 +146,8 @@ try:
 except AssertionError as error:
     print(error)
 """
-    assert ">= 81" in run_python(elsewhere, folder)  # the shortest length, one more than two windows
+    # Whatever it needs is what it imports. The shortest length is one more than two windows.
+    assert ">= 81" in run([sys.executable, "-c", elsewhere], folder)
 
 
 def test_transformers_serve(folder):
@@ -161,23 +156,20 @@ def test_transformers_serve(folder):
         port = str(free.getsockname()[1])
     server, client = (block("transformers serve", "python", i).replace("8000", port) for i in (0, 1))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", server], cwd=folder, env=environment(folder), stdout=log, stderr=log
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while True:
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
-                try:
-                    opener.open(f"http://localhost:{port}/health", timeout=5).close()
-                    break
-                except urllib.error.URLError:
-                    time.sleep(0.2)
-            text = run_python(client, folder)
-        finally:
-            process.terminate()
-            process.wait()
+    program = fresh.Program("-c", server, cwd=folder, NO_PROXY="localhost")
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert program.process.is_alive() and time.monotonic() < deadline, program.errors
+            try:
+                opener.open(f"http://localhost:{port}/health", timeout=5).close()
+                break
+            except urllib.error.URLError:
+                time.sleep(0.2)
+        text = run_python(client, folder)
+    finally:
+        program.process.terminate()
+        program.wait()
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "runs" / "demo")
     model = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo")

@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import yaml
@@ -121,8 +122,9 @@ def test_dry_run_writes_a_whole_model_whose_snippets_run(folder, tmp_path, capsy
     snippets = snippets_of(ModelCard.load(output / "README.md"), "ada/tiny")
     snippets = [snippet.replace('"ada/tiny"', json.dumps(str(output))) for snippet in snippets]
     transformers, vllm, fine_tuning = snippets
-    # One process for both, because starting takes longest. The text begins with the prompt: nobody was asked anything.
-    assert run_program(f"{transformers}\n{fine_tuning}", tmp_path, HF_HUB_OFFLINE="1").startswith("word")
+    # The text begins with the prompt: nobody was asked anything.
+    assert fresh.run("-c", transformers, cwd=tmp_path).startswith("word")
+    fresh.run("-c", fine_tuning, cwd=tmp_path)
     assert {path.name for path in (tmp_path / "finetuned").iterdir()} >= {"model.safetensors", "modeling_lsgpt.py"}
     if find_spec("vllm"):
         run_program(vllm, tmp_path, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")

@@ -1,10 +1,8 @@
 """A checkpoint carries its code: it loads, and computes the same bits, where this package cannot be imported."""
 
 import json
-import os
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from datasets import Dataset
@@ -43,15 +41,7 @@ def run_without_lsgpt(auto_class, folders, inputs, tmp_path):
     """What the checkpoint in each folder computes, all in one process, because starting takes longest."""
     torch.save(inputs, tmp_path / "inputs.pt")
     code = WITHOUT_LSGPT % {"auto": auto_class}
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *folders],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    fresh.run("-c", code, *folders, cwd=tmp_path)
     return torch.load(tmp_path / "results.pt")
 
 

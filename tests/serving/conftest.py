@@ -1,4 +1,10 @@
-"""Engines of vLLM's in this very process, small and exact, beside the same model in Transformers."""
+"""
+Engines of vLLM's in this very process, small and exact, beside the same model in Transformers.
+
+vLLM is imported late, for the reason that `tests/conftest.py` has.
+"""
+
+# ruff: noqa: PLC0415
 
 import contextlib
 import gc
@@ -17,14 +23,13 @@ os.environ.update(
 )
 
 import pytest
-import torch
-from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 
 
 @pytest.fixture
 def start_engine():
     """For a `with` statement: starts an engine on a folder with `LLM`'s options, and ends it."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     @contextlib.contextmanager
     def start(folder, **options):
@@ -51,6 +56,7 @@ def start_engine():
 @pytest.fixture
 def continue_prompts():
     """Continues prompts (lists of token ids) greedily, all together, with an engine: vLLM's request outputs."""
+    from vllm import SamplingParams
 
     def generate(llm, prompts, max_tokens):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0)
@@ -62,6 +68,7 @@ def continue_prompts():
 @pytest.fixture
 def assert_equal_greedy():
     """Asserts that an engine's outputs are those that the model gives in Transformers, one prompt at a time."""
+    import torch
 
     @torch.no_grad()
     def check(model, prompts, outputs):

@@ -2,11 +2,9 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 
+import fresh
 import pytest
 import yaml
 from matplotlib.image import imread
@@ -73,41 +71,42 @@ def test_arms_join_the_recipe():
 
 def test_comparison_goes_on_where_it_was(tmp_path):
     write_inputs(tmp_path, max_steps=30, eval_steps=15)  # long enough that the signal comes before the end
-    command = [sys.executable, "-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls,wild"]
-    command += ["--arms_file", "arms.yaml", "--seeds", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    arms = ["--arms", "wild,ls", "--arms_file", "arms.yaml", "--seeds", "1"]
+    program = fresh.Program("-m", "lsgpt_cli", "compare", "tiny.yaml", *arms)
     folder = tmp_path / "runs" / "compare-tiny"
-    while not (folder / "ls" / "seed-43" / "checkpoint-2" / "trainer_state.json").exists():
-        assert process.poll() is None, process.stdout.read()
+    while not (folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists():
+        assert program.process.is_alive(), program.errors
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate()
-    assert process.returncode != 0
-    assert "The same command goes on with it" in output
+    program.process.terminate()  # SIGTERM
+    assert program.wait() == 2
+    assert "The same command goes on with it" in program.errors
     assert not (folder / "report.md").exists()
-    finished_at = (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns
-    # A checkpoint that nobody can go on with: the run starts anew.
-    useless = folder / "wild" / "seed-43" / "checkpoint-9"
-    useless.mkdir(parents=True)
-    (useless / "trainer_state.json").write_text('{"global_step": 9}')
+    finished_at = (folder / "wild" / "seed-42" / "results.json").stat().st_mtime_ns
 
-    report = compare("tiny.yaml", ["ls", "wild"], num_seeds=2, arms_file="arms.yaml")
+    report = compare("tiny.yaml", ["wild", "ls"], num_seeds=1, arms_file="arms.yaml")
     assert report == folder.relative_to(tmp_path) / "report.md"
-    assert (folder / "ls" / "seed-42" / "results.json").stat().st_mtime_ns == finished_at
+    assert (folder / "wild" / "seed-42" / "results.json").stat().st_mtime_ns == finished_at
     results = json.loads((folder / "results.json").read_text())
     assert results["environment"]["commit"]
-    results = results["arms"]
-    assert [run["step"] for run in results["ls"]] == [30, 30]
-    assert all(run["status"].startswith("diverged at step") for run in results["wild"])
+    assert results["arms"]["ls"][0]["step"] == 30
+    assert results["arms"]["wild"][0]["status"].startswith("diverged at step")
     text = report.read_text()
-    first, second = (results["ls"][i]["eval_perplexity"] for i in range(2))
+    assert re.search(r"^\| wild \| - \| - \| not finite \|.*\| 1 of 1 \|$", text, re.MULTILINE)
+    for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
+        assert f"]({plot})" in text and (folder / plot).is_file()
+
+    # One more seed, with a checkpoint that nobody can go on with: the run starts anew.
+    useless = folder / "ls" / "seed-43" / "checkpoint-9"
+    useless.mkdir(parents=True)
+    (useless / "trainer_state.json").write_text('{"global_step": 9}')
+    text = compare("tiny.yaml", ["ls"], num_seeds=2).read_text()
+    runs = json.loads((folder / "results.json").read_text())["arms"]["ls"]
+    assert [run["step"] for run in runs] == [30, 30]
+    first, second = (run["eval_perplexity"] for run in runs)
     assert first != second
     mean, deviation = (first + second) / 2, abs(first - second) / 2**0.5
     row = next(line for line in text.splitlines() if line.startswith("| ls |"))
     assert f"| {mean:.2f} ± {deviation:.2f} |" in row and row.endswith("| 0 of 2 |")
-    assert re.search(r"^\| wild \| - \| - \| not finite \|.*\| 2 of 2 \|$", text, re.MULTILINE)
-    for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
-        assert f"]({plot})" in text and (folder / plot).is_file()
     # One tokenizer for all.
     tokenizers = {file.read_bytes() for file in folder.glob("*/seed-*/tokenizer.json")}
     assert tokenizers == {(folder / "tokenizer" / "tokenizer.json").read_bytes()}

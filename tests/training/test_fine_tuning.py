@@ -1,12 +1,10 @@
 """docs/fine-tuning.md runs as printed, in a folder with a checkpoint and a text; LoRA trains the adapter only."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from datasets import Dataset
@@ -55,23 +53,9 @@ def folder(tmp_path_factory):
     LSGPTForCausalLM(config).save_pretrained(folder / "runs" / "demo")
     tokenizer.save_pretrained(folder / "runs" / "demo")
     (folder / "notes.txt").write_text("\n\n".join("\n\n".join(texts).split("\n\n")[:60]), encoding="utf-8")
-    # One process, because starting takes longest, but names of its own for each block.
-    program = "\n".join(f"exec({block!r}, {{'__name__': '__main__'}})" for block in BLOCKS)
-    (folder / "printed.txt").write_text(run(program, folder), encoding="utf-8")
+    printed = [fresh.run("-c", block, cwd=folder) for block in BLOCKS]
+    (folder / "printed.txt").write_text("".join(printed), encoding="utf-8")
     return folder
-
-
-def run(code, folder, *arguments):
-    caches = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": str(folder / "modules")}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env={**os.environ, **caches},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, f"{code}\n{result.stderr}"
-    return result.stdout
 
 
 def log_history(folder):
@@ -96,7 +80,7 @@ def test_full_fine_tuning_lowers_the_loss_on_held_out_paragraphs(folder):
 
 def test_saved_folders_load_in_a_fresh_process_without_the_package(folder):
     folders = [folder / "runs" / "notes", folder / "runs" / "notes-merged"]
-    run(LOAD_WITHOUT_LSGPT, folder, *folders)
+    fresh.run("-c", LOAD_WITHOUT_LSGPT, *folders, cwd=folder)
     for saved in folders:
         assert (saved / "modeling_lsgpt.py").is_file()
         model = AutoModelForCausalLM.from_pretrained(saved)

@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
 import socket
-import subprocess
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import evaluate
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -355,15 +353,7 @@ def test_two_processes(tiny_model, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     given = {"rows": rows, "losses": losses, "labels": labels}
     (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")
-    (tmp_path / "script.py").write_text(TWO_PROCESSES, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launch, tmp_path / "script.py", tmp_path],
-        env={**os.environ, "HF_METRICS_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    fresh.run_together(2, "-c", TWO_PROCESSES, tmp_path)
     both = [json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in range(2)]
 
     expected = expected_of(model, tokenizer, rows)

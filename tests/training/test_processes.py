@@ -1,13 +1,11 @@
 """Many processes through Accelerate: two on the CPU train as one does, and what they save loads in one."""
 
 import json
-import os
 import runpy
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -21,26 +19,17 @@ LAUNCH_FILES = {file.stem: file for file in (Path(lsgpt.configuration.__file__).
 SCRIPT = Path(__file__).with_name("train_script.py")
 
 
-def launch(name, *command, options=()) -> subprocess.Popen:
+def launch(name, *command, options=()) -> fresh.Program:
     """Starts `accelerate launch` with a shipped file, changed by `options` only. The machine's GPUs stay out of it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    launcher = "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command
+    return fresh.Program(*launcher, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
-def output_of(launcher: subprocess.Popen) -> str:
+def output_of(launcher: fresh.Program) -> str:
     """Waits, not for ever: processes that disagree about what to exchange may wait for each other."""
-    try:
-        output, _ = launcher.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        launcher.terminate()
-        output, _ = launcher.communicate()
-    assert launcher.returncode == 0, output
-    return output
+    status = launcher.wait(timeout=120)
+    assert status == 0, launcher.output + launcher.errors
+    return launcher.output + launcher.errors
 
 
 @pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "one-gpu", "zero3"])
@@ -84,6 +73,12 @@ def test_two_machines(tmp_path):
         assert f"process {rank} of 2\n" in output_of(launcher)
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The folder of the runs in one process, which all tests compare with; each is made by the first that needs it."""
+    return tmp_path_factory.mktemp("one")
+
+
 @pytest.mark.parametrize(
     ("name", "model", "block", "parameter"),
     [
@@ -92,7 +87,7 @@ def test_two_machines(tmp_path):
         ("zero3", "DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter"),
     ],
 )
-def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
+def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter):
     """Losses, gradient norms, logits and weights; also of runs that resume, diverge, clip heads or have a teacher."""
     runs = {
         "plain": ["checkpoint-3", "checkpoint-6", "."],
@@ -109,28 +104,30 @@ def test_two_processes_train_as_one(tmp_path, name, model, block, parameter):
     options = ["--num_processes", "2", "--main_process_port", "0"]
     launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options)
     for kind in runs:
-        runpy.run_path(str(SCRIPT))["train"](tmp_path / "one" / kind, kind)
+        if not (one / kind).exists():
+            runpy.run_path(str(SCRIPT))["train"](one / kind, kind)
     output = output_of(launcher)
 
     for kind, checkpoints in runs.items():
-        one, two = (json.loads((tmp_path / n / kind / "history.json").read_text("utf-8")) for n in ("one", "two"))
+        two = tmp_path / "two" / kind
+        alone, together = (json.loads((folder / "history.json").read_text("utf-8")) for folder in (one / kind, two))
         of_model = "LlamaDecoderLayer" if kind == "llama" else block
-        assert two["how"] == {"processes": 2, "model": model, "block": of_model, "parameter": parameter}
-        assert [log["step"] for log in two["history"]] == ([1, 2, 3] if kind == "bad" else [1, 2, 3, 4, 5, 6])
-        for expected, found in zip(one["history"], two["history"]):
+        assert together["how"] == {"processes": 2, "model": model, "block": of_model, "parameter": parameter}
+        assert [log["step"] for log in together["history"]] == ([1, 2, 3] if kind == "bad" else [1, 2, 3, 4, 5, 6])
+        for expected, found in zip(alone["history"], together["history"]):
             if kind == "bad" and found["step"] == 3:
                 continue  # a NaN spoils all of one process's batch, and half of that of two
             assert found == pytest.approx(expected, rel=1e-5), kind
             # Or else clipping gradients would not have been tried.
             assert kind in ("clip", "taught") or found["grad_norm"] > 1
         if kind == "clip":
-            assert [log["heads_over_threshold"] for log in two["history"]][:2] == [12, 4]
+            assert [log["heads_over_threshold"] for log in together["history"]][:2] == [12, 4]
         if kind == "taught":
-            assert two["perplexity"] == pytest.approx(one["perplexity"], rel=1e-6)
+            assert together["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
         if kind == "llama":
-            assert {"max_logit", "max_logit/layer_0", "max_logit/layer_1"} <= set(two["history"][0])
+            assert {"max_logit", "max_logit/layer_0", "max_logit/layer_1"} <= set(together["history"][0])
         for checkpoint in checkpoints:
-            assert_same_checkpoint(tmp_path / "two" / kind / checkpoint, tmp_path / "one" / kind / checkpoint)
+            assert_same_checkpoint(two / checkpoint, one / kind / checkpoint)
     assert "the loss of step 3 is not finite, the first bad numbers come from a batch of another process" in output
     assert "the loss of step 3 is not finite, the first bad numbers come from `model.layers.1.mlp.down_proj`" in output
 

@@ -2,14 +2,11 @@
 
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import yaml
@@ -18,7 +15,6 @@ from reference import autograd_functions
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-import lsgpt.configuration
 import lsgpt_cli
 from lsgpt.training import LSGPTTrainer, build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
@@ -80,14 +76,12 @@ def train(capsys):
 
 
 def start(*arguments):
-    command = [sys.executable, "-m", "lsgpt_cli", "train", *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return fresh.Program("-m", "lsgpt_cli", "train", *arguments)
 
 
-def wait_for(path: Path, process):
+def wait_for(path: Path, program):
     while not path.exists():
-        assert process.poll() is None, process.stdout.read()
+        assert program.process.is_alive(), program.errors
         time.sleep(0.01)
 
 
@@ -109,10 +103,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
     output = train(recipe(), "--output_dir", whole)
     assert "perplexity" in output
 
-    process = start(recipe(), "--output_dir", killed)
-    wait_for(killed / "checkpoint-8" / "trainer_state.json", process)
-    process.kill()
-    process.communicate()
+    program = start(recipe(), "--output_dir", killed)
+    wait_for(killed / "checkpoint-8" / "trainer_state.json", program)
+    program.process.kill()
+    program.wait()
     assert not (killed / "results.json").exists()
     # What a kill in the middle of saving leaves.
     (killed / "checkpoint-9999").mkdir()
@@ -130,12 +124,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
 
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    process = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)
-    wait_for(stopped / "metrics.jsonl", process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    step = int(re.search(r"Saved step (\d+)\. Go on with: lsgpt train --resume_from_checkpoint", output)[1])
+    program = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)
+    wait_for(stopped / "metrics.jsonl", program)
+    program.process.terminate()  # SIGTERM
+    assert program.wait() == 0, program.errors
+    step = int(re.search(r"Saved step (\d+)\. Go on with: lsgpt train --resume_from_checkpoint", program.output)[1])
     assert 1 <= step < 4000
     assert (stopped / f"checkpoint-{step}" / "model.safetensors").is_file()
     assert not (stopped / "results.json").exists()
@@ -328,18 +321,14 @@ def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeyp
 
 def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):
     """
-    Through the command (other ways to share the work are in `test_processes.py`). They agree on one new folder, and on
-    the tokenizer that one of them trained: each would number the tokens of Unigram in its own way.
+    Through the command (for launchers and other ways to share the work see `test_processes.py`). They agree on one new
+    folder, and on the tokenizer that one of them trained: each would number the tokens of Unigram in its own way.
     """
     monkeypatch.chdir(tmp_path)
     # Adam divides by what may be rounding only; `adam_epsilon` is above that.
     options = ["--config_overrides", NO_DROPOUT, "--adam_epsilon", "1e-4", "--per_device_train_batch_size"]
-    launch_file = Path(lsgpt.configuration.__file__).parent / "launch" / "cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch_file]
-    command += ["-m", "lsgpt_cli", "train", recipe(run_name="two", tokenizer="unigram"), *options, "2"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    file = recipe(run_name="two", tokenizer="unigram")
+    first, second = fresh.run_together(2, "-m", "lsgpt_cli", "train", file, *options, "2", CUDA_VISIBLE_DEVICES="")
     train(recipe(run_name="one", tokenizer="runs/two"), *options, "4")
     assert {folder.name for folder in (tmp_path / "runs").iterdir()} == {"one", "two"}
     one, two = logged(tmp_path / "runs" / "one"), logged(tmp_path / "runs" / "two")
@@ -349,7 +338,7 @@ def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):
         assert {k: v for k, v in found.items() if k != "eval_loss"} == pytest.approx(
             {k: v for k, v in expected.items() if k != "eval_loss"}, rel=1e-4
         )
-    assert result.stdout.count("The model continues") == 1
+    assert "The model continues" in first and "The model continues" not in second
 
 
 def trainer_of(kind, model, folder, **kwargs):

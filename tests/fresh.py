@@ -1,0 +1,117 @@
+"""
+Python programs in processes of their own, in which nobody has imported this package, as users start them.
+
+Most of the time of such a process goes into the import of PyTorch and Transformers. So there is one process for each
+worker of pytest, Python's fork server, that imports them, and every program gets a fork of it.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import shutil
+import socket
+import sys
+import tempfile
+import types
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+
+ROOT = Path(__file__).parents[1]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["datasets", "evaluate", "matplotlib.figure", "transformers.models.llama.modeling_llama", "transformers.trainer"]
+)
+
+
+@cache
+def folder() -> str:
+    """Where programs leave what nobody needs afterwards."""
+    path = tempfile.mkdtemp(prefix="fresh-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def environment() -> dict[str, str]:
+    """What libraries read when they are imported; it is the same for all programs."""
+    caches = {f"HF_{name}_CACHE": f"{folder()}/{name.lower()}" for name in ("DATASETS", "METRICS", "MODULES")}
+    return {**caches, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+
+
+class Program:
+    """`python ARGUMENTS` in the folder `cwd`."""
+
+    def __init__(self, *arguments, cwd=".", **variables):
+        """
+        Args:
+            *arguments: `-m` and a module, or `-c` and code, and what it finds in `sys.argv`.
+            cwd: The folder that it runs in.
+            **variables: More of its environment, for what is read later than at the import of libraries.
+        """
+        place = Path(tempfile.mkdtemp(dir=folder()))
+        self._files = [place / "output", place / "errors"]
+        for file in self._files:
+            file.touch()
+        with mock.patch.dict(os.environ, environment()):  # the first program starts the server
+            all_variables = {**os.environ, **variables}
+            target = [str(x) for x in arguments], str(Path(cwd).resolve()), self._files, all_variables
+            self.process = SERVER.Process(target=_become, args=target)
+            self.process.start()
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self._files[0].read_text(encoding="utf-8")
+
+    @property
+    def errors(self) -> str:
+        """What it has printed to the standard error."""
+        return self._files[1].read_text(encoding="utf-8")
+
+    def wait(self, timeout: float = 600) -> int:
+        """The exit status. A program that takes longer is told to end, and then killed."""
+        self.process.join(timeout)
+        for end in (self.process.terminate, self.process.kill):
+            if self.process.exitcode is None:
+                end()
+                self.process.join(10)
+        return self.process.exitcode
+
+
+def run(*arguments, cwd=".", **variables) -> str:
+    """Runs a `Program` to its end, which must be a good one, and returns its output."""
+    program = Program(*arguments, cwd=cwd, **variables)
+    assert program.wait() == 0, f"{arguments}\n{program.errors}"
+    return program.output
+
+
+def run_together(number: int, *arguments, **variables) -> list[str]:
+    """The outputs of that many processes of one job, which know of each other what launchers tell them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    programs = []
+    for rank in range(number):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank, **variables}
+        programs.append(Program(*arguments, **{name: str(value) for name, value in own.items()}))
+    statuses = [program.wait() for program in programs]
+    assert not any(statuses), "\n".join(program.errors for program in programs)
+    return [program.output for program in programs]
+
+
+def _become(arguments: list[str], cwd: str, files: list[Path], variables: dict[str, str]):
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY), number)
+    os.chdir(cwd)
+    os.environ.update(variables)
+    # As Python starts: without the folders in which pytest has found what it imports.
+    sys.path[:] = [cwd, *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
+    option, what, *sys.argv[1:] = arguments
+    if option == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = option
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), vars(main))
