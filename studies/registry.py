@@ -8,6 +8,7 @@ from .study import Study
 
 
 STUDIES = {
+    "degrees-of-freedom": "degrees_of_freedom",
     "learning-rates": "learning_rates",
     "stabilizers": "stabilizers",
     "long-training": "long_training",
