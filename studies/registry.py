@@ -14,6 +14,7 @@ STUDIES = {
     "long-training": "long_training",
     "heads-and-windows": "heads_and_windows",
     "positions": "positions",
+    "sparse-dependencies": "sparse_dependencies",
     "lengths": "lengths",
     "where-heads-look": "where_heads_look",
 }
