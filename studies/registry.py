@@ -16,6 +16,7 @@ STUDIES = {
     "positions": "positions",
     "sparse-dependencies": "sparse_dependencies",
     "lengths": "lengths",
+    "long-range": "long_range",
     "where-heads-look": "where_heads_look",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
