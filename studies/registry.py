@@ -18,6 +18,7 @@ STUDIES = {
     "lengths": "lengths",
     "long-range": "long_range",
     "where-heads-look": "where_heads_look",
+    "images": "images",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 
