@@ -8,13 +8,17 @@ from .study import Study
 
 
 STUDIES = {
+    "degrees-of-freedom": "degrees_of_freedom",
     "learning-rates": "learning_rates",
     "stabilizers": "stabilizers",
     "long-training": "long_training",
     "heads-and-windows": "heads_and_windows",
     "positions": "positions",
+    "sparse-dependencies": "sparse_dependencies",
     "lengths": "lengths",
+    "long-range": "long_range",
     "where-heads-look": "where_heads_look",
+    "images": "images",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 

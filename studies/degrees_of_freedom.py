@@ -1,0 +1,283 @@
+"""How large must logits be for a low-rank product of queries and keys to express an attention pattern?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lsgpt.training.plots import plot_curves
+from lsgpt.utilities import table
+
+from .learning_rates import verdict_below
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, format_values, points
+
+
+AT_LONGEST = "at the largest n / d, the largest logit"
+
+CLOSE_FIT = 0.1
+"""Nats per query: a fit with less divergence counts as close."""
+
+LOOK_EVERY_N_STEPS = 10
+
+
+class DegreesOfFreedom(Study):
+    """Free queries and keys fitted to attention patterns, without a network."""
+
+    name = "degrees-of-freedom"
+    title = "Degrees of freedom"
+    question = """\
+The paper explains exploding logits by counting: an attention matrix with dense local structure has nearly full rank,
+and queries and keys of width d offer O(n d) numbers for it. Where n is much larger than d, a causal softmax could
+only express it with large logits, while a softmax over the window alone has no need to, and patterns that are sparse
+are no trouble. Is that so when nothing but queries and keys is fitted?"""
+    protocol = """\
+Queries and keys, n vectors of width d each, are free parameters, which Adam (its rate falling to zero on a cosine)
+fits to a target attention by the cross-entropy of its rows. Targets: `dense-local`, the softmax of standard normal
+numbers over the window of each query; `sparse`, the same over a few keys drawn from the whole past; `mixed`, the
+mean of the two. The softmax of the fit is `causal`, over the whole past, or `windowed`, over the window. (A windowed
+one cannot express the other two targets at all.) At `micro` d = 16, windows have 32 keys, and sparse targets 4.
+Measured at the end: the largest |logit|, q k / sqrt(d), of all pairs in the softmax, and the Kullback-Leibler
+divergence of the fit from the target, in nats per query. Both depend on the number of steps, since an ever better
+fit may take ever larger logits. So the largest |logit| is also given for the moment at which the divergence fell
+below 0.1 nats, and is not finite where it never did."""
+    claims = {
+        "growth": Claim(
+            "dense local attention through a causal softmax needs larger logits as n / d grows",
+            "paper",
+            "the largest logit of `dense-local-causal` is larger at the largest n / d than at the smallest by more "
+            "than two standard errors",
+            EXCHANGED,
+        ),
+        "window": Claim(
+            "through a windowed softmax it does with small logits",
+            "paper",
+            "at the largest n / d, the largest logit of `dense-local-windowed` is below half of that of "
+            "`dense-local-causal` in all seeds",
+            "it is the larger of the two in all seeds",
+        ),
+        "fit": Claim(
+            "dense local attention is fitted better through a windowed softmax of the same width",
+            "paper: O(n l) numbers fit into O(n d), O(n²) do not",
+            below(
+                "at the largest n / d, the Kullback-Leibler divergence", "dense-local-windowed", "dense-local-causal"
+            ),
+            EXCHANGED,
+        ),
+        "sparse": Claim(
+            "sparse attention over the whole past needs smaller logits than dense local attention",
+            "paper",
+            below(AT_LONGEST, "sparse-causal", "dense-local-causal"),
+            EXCHANGED,
+        ),
+        "mixed": Claim(
+            "it is the dense local part of a mixed pattern that asks for large logits",
+            "paper",
+            below(AT_LONGEST, "sparse-causal", "mixed-causal"),
+            EXCHANGED,
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {"width": 16, "window": 32, "num_keys": 4, "lengths": (64, 128, 256, 512, 1024), "num_steps": 2000},
+            3,
+            0.3,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "width": 64,
+                "window": 100,
+                "num_keys": 4,
+                "lengths": (256, 512, 1024, 2048, 4096, 8192),
+                "num_steps": 5000,
+            },
+            3,
+            0.6,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Target and whether the softmax is windowed."""
+        return {
+            "dense-local-causal": ("dense-local", False),
+            "dense-local-windowed": ("dense-local", True),
+            "sparse-causal": ("sparse", False),
+            "mixed-causal": ("mixed", False),
+        }
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Fits the arm's target at every length."""
+        settings = self.scales[scale].fields
+        width, window = settings["width"], settings["window"]
+        kind, is_windowed = self.arms(scale)[arm]
+        generator = torch.Generator().manual_seed(seed)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        fits = []
+        for length in settings["lengths"]:
+            target = make_target(kind, length, window, settings["num_keys"], generator)
+            visible = visible_pairs(length, window if is_windowed else None)
+            figures = fit(target.to(device), visible.to(device), width, settings["num_steps"], generator)
+            fits.append({"length": length, "length_over_width": length / width, **figures})
+            print(fits[-1], flush=True)
+        return {"fits": fits}
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        logits = {arm: _column(runs.of(arm), "max_logit", -1) for arm in self.arms("micro")}
+        divergences = {arm: _column(runs.of(arm), "divergence", -1) for arm in self.arms("micro")}
+        dense, windowed = logits["dense-local-causal"], logits["dense-local-windowed"]
+        shortest = _column(runs.of("dense-local-causal"), "max_logit", 0)
+        window = "not seen"
+        if all(ours < theirs / 2 for ours, theirs in zip(windowed, dense)):
+            window = "seen"
+        elif all(ours > theirs for ours, theirs in zip(windowed, dense)):
+            window = "opposite"
+        return {
+            "growth": Finding(
+                f"largest logit {format_values(shortest, 1)} at the smallest n / d, {format_values(dense, 1)} at the "
+                "largest",
+                verdict_below(shortest, dense),
+            ),
+            "window": Finding(_compare(logits, "dense-local-windowed", "dense-local-causal", "largest logit"), window),
+            "fit": Finding(
+                _compare(divergences, "dense-local-windowed", "dense-local-causal", "divergence in nats"),
+                verdict_below(divergences["dense-local-windowed"], divergences["dense-local-causal"]),
+            ),
+            "sparse": Finding(
+                _compare(logits, "sparse-causal", "dense-local-causal", "largest logit"),
+                verdict_below(logits["sparse-causal"], dense),
+            ),
+            "mixed": Finding(
+                _compare(logits, "sparse-causal", "mixed-causal", "largest logit"),
+                verdict_below(logits["sparse-causal"], logits["mixed-causal"]),
+            ),
+        }
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Largest logit and divergence over n / d, as tables and plots."""
+        ratios = [fit["length_over_width"] for fit in next(iter(runs.values()))[0]["fits"]]
+        sections = []
+        for key, title, digits in (
+            ("max_logit", "largest |logit|", 1),
+            ("max_logit_at_close_fit", "largest |logit| when the divergence fell below 0.1 nats", 1),
+            ("divergence", "Kullback-Leibler divergence (nats per query)", 4),
+        ):
+            rows = [
+                [f"`{arm}`", *(format_values(_column(of_arm, key, i), digits) for i in range(len(ratios)))]
+                for arm, of_arm in runs.items()
+            ]
+            curves = {
+                arm: [points([(fit["length_over_width"], fit[key]) for fit in run["fits"]]) for run in of_arm]
+                for arm, of_arm in runs.items()
+            }
+            plot_curves(folder / f"{key}.png", curves, "sequence length over width, n / d", title, log_x=True)
+            head = ["arm", *(f"n / d = {ratio:g}" for ratio in ratios)]
+            title = title[0].upper() + title[1:]
+            sections.append(f"### {title}\n\n{table(rows, head)}\n\n![{title} over n / d]({key}.png)")
+        return "\n\n".join(sections)
+
+
+STUDY = DegreesOfFreedom()
+
+
+def _column(of_arm: list[dict], key: str, index: int) -> list[float]:
+    return [math.nan if (value := run["fits"][index][key]) is None else value for run in of_arm]
+
+
+def _compare(values: dict[str, list[float]], first: str, second: str, what: str) -> str:
+    return f"{what} {format_values(values[first], 2)} for `{first}`, {format_values(values[second], 2)} for `{second}`"
+
+
+def visible_pairs(length: int, window: int | None = None) -> torch.Tensor:
+    """Pairs of queries and keys in a causal softmax, of the last `window` keys if given: `(n, n)` booleans."""
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    return visible if window is None else visible.triu(1 - window)
+
+
+def make_target(
+    kind: str, length: int, window: int, num_keys: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """
+    A target attention.
+
+    Args:
+        kind: `dense-local`, `sparse` or `mixed`, see the study's protocol.
+        length: n, the number of queries and keys.
+        window: Number of keys that a row of `dense-local` covers, the query's own included.
+        num_keys: Number of keys that a row of `sparse` has, fewer where the past is shorter.
+        generator: Source of the random numbers.
+
+    Returns:
+        `(n, n)` weights, each row of which has the sum 1.
+    """
+    if kind == "mixed":
+        parts = [make_target(part, length, window, num_keys, generator) for part in ("dense-local", "sparse")]
+        return (parts[0] + parts[1]) / 2
+    visible = visible_pairs(length, window)
+    if kind == "sparse":
+        causal = visible_pairs(length)
+        order = torch.rand(length, length, generator=generator).masked_fill(~causal, -1.0)
+        chosen = order.topk(num_keys, dim=-1).indices
+        visible = torch.zeros_like(causal).scatter(-1, chosen, True) & causal
+    scores = torch.randn(length, length, generator=generator)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def fit(
+    target: torch.Tensor,
+    visible: torch.Tensor,
+    width: int,
+    num_steps: int,
+    generator: torch.Generator | None = None,
+    learning_rate: float = 0.05,
+) -> dict[str, float]:
+    """
+    Fits queries and keys to a target.
+
+    Args:
+        target: `(n, n)` weights, zero for pairs that are not visible.
+        visible: `(n, n)` booleans, the pairs in the softmax.
+        width: d, the size of queries and keys.
+        num_steps: Number of steps of Adam.
+        generator: Source of the initial values, on the CPU.
+        learning_rate: At the beginning; it falls to zero on a cosine.
+
+    Returns:
+        At the end `max_logit`, the largest |logit| of visible pairs, and `divergence`, that of the fit from the target
+        in nats per query; and `max_logit_at_close_fit`, the largest |logit| when the divergence was first seen below
+        `CLOSE_FIT`, NaN if it never was.
+    """
+    length = len(target)
+    query, key = (
+        (0.3 * torch.randn(length, width, generator=generator)).to(target.device).requires_grad_() for _ in range(2)
+    )
+    optimizer = torch.optim.Adam([query, key], lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    mask = torch.zeros_like(target).masked_fill(~visible, -torch.inf)
+    entropy = torch.special.entr(target).sum(-1).mean()
+
+    def divergence():
+        logits = query @ key.T / width**0.5
+        # The target is zero where the mask is infinite, so that its product takes the logits without the mask.
+        cross_entropy = (logits + mask).logsumexp(-1) - (target * logits).sum(-1)
+        return cross_entropy.mean() - entropy, logits
+
+    at_close_fit = math.nan
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss, logits = divergence()
+        if step % LOOK_EVERY_N_STEPS == 0 and math.isnan(at_close_fit) and loss.item() < CLOSE_FIT:
+            at_close_fit = logits[visible].abs().max().item()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        final, logits = divergence()
+    return {
+        "max_logit": logits[visible].abs().max().item(),
+        "divergence": final.item(),
+        "max_logit_at_close_fit": at_close_fit,
+    }

@@ -1,0 +1,291 @@
+"""What does it cost to have few global heads where the far past matters?"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lsgpt.configuration import load_preset
+from lsgpt.training.plots import average_in_bins, plot_curves
+from lsgpt.utilities import table
+
+from .streams import train_on_stream
+from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, mean, points
+
+
+MARK, ASK = 0, 1
+"""The two tokens that are no symbols."""
+
+SEED_OF_EVALUATION = 2**31
+"""No seed of a run, so that a model is evaluated on rows that it was not trained on."""
+
+LEARNT, CLOSE = 0.5, 0.05
+"""Share of right answers from which on a task counts as learnt, and the largest difference that counts as none."""
+
+
+class Row(NamedTuple):
+    """A sequence of a task."""
+
+    input_ids: np.ndarray
+    """`(n,)`."""
+    labels: np.ndarray
+    """`(n,)`: answers where there are any, else -100. As in causal models, the token before predicts an answer."""
+    distances: np.ndarray
+    """`(n,)`: for each answer the number of tokens since the place where it was given, else 0."""
+
+
+class LongRange(Study):
+    """Recall, copying and a needle over the distance, with 0 to all heads global."""
+
+    name = "long-range"
+    title = "Long range"
+    question = """\
+LS-attention keeps one head or a few for the far past, because long-range dependencies are sparse. Language modelling
+rewards little else than the near past. What does the split cost in tasks that are all about the far past?"""
+    protocol = """\
+Three tasks, each row of which is new. `recall` (multi-query associative recall, arXiv:2312.04927): a row begins with
+pairs of a key and a value, and in the filler after them keys stand alone, each of which asks for its value. `copy`:
+a string of different symbols after a marker comes again after a gap and the marker. `needle`: a single marked value
+in a row of values, for which questions ask from all over the rest of the row. Only answers count, in the loss and in
+the accuracy: the share of answers, in 512 new rows, to which the model gives the highest probability. An answer is
+far when it was given so long before that local heads cannot reach it, not even one layer after the other: more than
+(W - 1) x layers tokens before the question. At `micro`: 2 layers of 6 heads of width 8, rotary positions, rows of
+256 tokens with 32 answers (`recall`: 8 pairs), W = 12. Arms are named after the task and the number of global
+heads."""
+    claims = {
+        **{
+            f"one-head-{task}": Claim(
+                f"one global head is enough for {what}",
+                "paper: the far past is sparse, and needs few heads",
+                f"the mean accuracy of far answers is lower with `{task}-1` than with all heads global by at most "
+                f"{CLOSE:g}",
+                "it is lower by more than that, and by more than two standard errors",
+            )
+            for task, what in (
+                ("recall", "associative recall"),
+                ("copy", "copying"),
+                ("needle", "finding a needle"),
+            )
+        },
+        "no-head": Claim(
+            "without a global head the far past is lost",
+            "a check of the test itself",
+            "in every task that is learnt at all, the mean accuracy of far answers without global heads is lower than "
+            f"with all by more than {CLOSE:g} and two standard errors",
+            "in none of them",
+        ),
+        "second-head": Claim(
+            "a second global head helps",
+            "reviewers: which share of heads must be global?",
+            "in a task or more that is learnt at all, the mean accuracy of far answers is lower with one global head "
+            f"than with two by more than {CLOSE:g} and two standard errors, and higher in none",
+            "it is higher in a task or more, and lower in none",
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {
+                "preset": "demo",
+                "config": {"vocab_size": 64, "hidden_size": 48, "max_position_embeddings": 256, "sliding_window": 12},
+                "num_answers": 32,
+                "global_heads": (0, 1, 2, 6),
+                "eval_rows": 512,
+                "options": {
+                    "max_steps": 1500,
+                    "per_device_train_batch_size": 16,
+                    "learning_rate": 1e-2,
+                    "warmup_steps": 100,
+                },
+            },
+            3,
+            1.5,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "preset": "paper-v1",
+                "config": {"vocab_size": 1024, "position_embedding_type": "rope"},
+                "num_answers": 256,
+                "global_heads": (0, 1, 2, 6),
+                "eval_rows": 512,
+                "options": {
+                    "max_steps": 20_000,
+                    "per_device_train_batch_size": 64,
+                    "learning_rate": 1e-3,
+                    "warmup_steps": 1000,
+                    "dataloader_num_workers": 1,
+                },
+            },
+            3,
+            40.0,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Task and number of global heads."""
+        counts = self.scales[scale].fields["global_heads"]
+        return {f"{task}-{count}": (task, count) for task in TASKS for count in counts}
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains a model on the arm's task, and measures its accuracy over the distance."""
+        settings = self.scales[scale].fields
+        task, num_global_heads = self.arms(scale)[arm]
+        config = load_preset(settings["preset"], **settings["config"], num_global_heads=num_global_heads)
+        length, num_answers = config.max_position_embeddings, settings["num_answers"]
+
+        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
+            row = TASKS[task](generator, length, num_answers, config.vocab_size)
+            return {"input_ids": row.input_ids, "labels": row.labels}
+
+        model, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", settings["options"])
+        generator = np.random.default_rng(SEED_OF_EVALUATION)
+        rows = [TASKS[task](generator, length, num_answers, config.vocab_size) for _ in range(settings["eval_rows"])]
+        is_right, distances = answer(model, rows)
+        is_far = distances - 1 > config.num_hidden_layers * (config.sliding_window - 1)
+        by_distance = [is_right[distances == distance] for distance in range(1, length)]
+        return {
+            "accuracy": _share(is_right),
+            "far_accuracy": _share(is_right[is_far]),
+            "near_accuracy": _share(is_right[~is_far]),
+            "by_distance": average_in_bins([_share(x) for x in by_distance]),
+            **values,
+        }
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        far = {arm: runs.column(arm, "far_accuracy") for arm in self.arms("micro")}
+        all_heads = max(self.scales["micro"].fields["global_heads"])
+        learnt = [task for task in TASKS if mean(far[f"{task}-{all_heads}"]) >= LEARNT]
+        findings = {}
+        for task in TASKS:
+            one, everything = far[f"{task}-1"], far[f"{task}-{all_heads}"]
+            verdict = "not seen"
+            if task not in learnt:
+                verdict = "open"
+            elif mean(everything) - mean(one) <= CLOSE:
+                verdict = "seen"
+            elif is_below(one, everything, CLOSE):
+                verdict = "opposite"
+            figure = f"accuracy of far answers {format_values(one)} with one, {format_values(everything)} with all"
+            findings[f"one-head-{task}"] = Finding(figure, verdict)
+
+        lost = [task for task in learnt if is_below(far[f"{task}-0"], far[f"{task}-{all_heads}"], CLOSE)]
+        verdict = "seen" if lost == learnt else "not seen" if lost else "opposite"
+        figure = "accuracy of far answers without global heads: "
+        figure += "; ".join(f"{task} {format_values(far[f'{task}-0'])}" for task in TASKS)
+        findings["no-head"] = Finding(figure, verdict if learnt else "open")
+
+        better = [task for task in learnt if is_below(far[f"{task}-1"], far[f"{task}-2"], CLOSE)]
+        worse = [task for task in learnt if is_below(far[f"{task}-2"], far[f"{task}-1"], CLOSE)]
+        verdict = "seen" if better and not worse else "opposite" if worse and not better else "not seen"
+        figure = "accuracy of far answers with one and two: " + "; ".join(
+            f"{task} {format_values(far[f'{task}-1'])} and {format_values(far[f'{task}-2'])}" for task in TASKS
+        )
+        findings["second-head"] = Finding(figure, verdict if learnt else "open")
+        return findings
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Accuracy of each arm, and plots of it over the distance and of the loss over time, task by task."""
+        rows = [
+            [
+                f"`{arm}`",
+                *(format_values(run[key] for run in of_arm) for key in ("far_accuracy", "near_accuracy", "accuracy")),
+                format_values((run["max_logit"] for run in of_arm), 1),
+                f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
+            ]
+            for arm, of_arm in runs.items()
+        ]
+        head = ["arm", "accuracy, far answers", "near answers", "all answers", "largest logit on the way", "diverged"]
+        sections = [table(rows, head)]
+        for task in TASKS:
+            arms = {arm: of_arm for arm, of_arm in runs.items() if arm.startswith(f"{task}-")}
+            if not arms:
+                continue
+            names = {arm: f"{arm.rpartition('-')[2]} global heads" for arm in arms}
+            curves = {names[arm]: [run["by_distance"] for run in of_arm] for arm, of_arm in arms.items()}
+            plot_curves(folder / f"{task}.png", curves, "tokens since the answer was given", "accuracy", log_x=True)
+            losses = {names[arm]: [points(run["curves"]["loss"]) for run in of_arm] for arm, of_arm in arms.items()}
+            plot_curves(folder / f"{task}_loss.png", losses, "optimizer step", "training loss (nats per answer)")
+            sections.append(
+                f"### {task.capitalize()}\n\n![Accuracy of {task} over the distance]({task}.png)\n\n"
+                f"![Training loss of {task}]({task}_loss.png)"
+            )
+        return "\n\n".join(sections)
+
+
+STUDY = LongRange()
+
+
+def _share(is_right: np.ndarray) -> float:
+    return float(is_right.mean()) if len(is_right) else float("nan")
+
+
+def split_symbols(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The token ids of keys, values and filler: a third each of those that are neither `MARK` nor `ASK`."""
+    third = (vocab_size - 2) // 3
+    keys, values, filler = 2 + np.arange(3 * third).reshape(3, third)
+    return keys, values, filler
+
+
+def make_recall(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
+    """Pairs of a key and a value, a quarter as many as questions, and then keys alone, which ask for their values."""
+    keys, values, filler = split_symbols(vocab_size)
+    num_pairs = num_answers // 4
+    ids = generator.choice(filler, length)
+    key = ids[: 2 * num_pairs : 2] = generator.choice(keys, num_pairs, replace=False)
+    value = ids[1 : 2 * num_pairs : 2] = generator.choice(values, num_pairs)
+    asked = 2 * (num_pairs + generator.permutation(length // 2 - num_pairs)[:num_answers])
+    wanted = generator.integers(num_pairs, size=num_answers)
+    ids[asked] = key[wanted]
+    return _row(ids, asked + 1, value[wanted], asked - 2 * wanted)
+
+
+def make_copy(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
+    """A marker and `num_answers` different symbols, a gap of filler, and the same again, which is the answer."""
+    keys, values, filler = split_symbols(vocab_size)
+    ids = generator.choice(filler, length)
+    size = num_answers + 1
+    string = generator.choice(np.concatenate((keys, values)), num_answers, replace=False)
+    distance = generator.integers(size, length - size + 1)
+    start = generator.integers(0, length - size - distance + 1)
+    for begin in (start, start + distance):
+        ids[begin] = MARK
+        ids[begin + 1 : begin + size] = string
+    places = start + distance + 1 + np.arange(num_answers)
+    return _row(ids, places, string, np.full(num_answers, distance))
+
+
+def make_needle(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
+    """A marker and a value among other values, then `num_answers` questions; the marked value is the answer."""
+    _, values, _ = split_symbols(vocab_size)
+    ids = generator.choice(values, length)
+    places = 2 * np.sort(generator.permutation(length // 2)[: num_answers + 1])
+    needle, asked = places[0], places[1:]
+    ids[needle], ids[asked] = MARK, ASK
+    return _row(ids, asked + 1, ids[needle + 1], asked - needle)
+
+
+def _row(ids: np.ndarray, places: np.ndarray, answers: np.ndarray, since: np.ndarray) -> Row:
+    labels, distances = np.full(len(ids), -100), np.zeros(len(ids), dtype=np.int64)
+    labels[places], distances[places] = answers, since
+    return Row(ids, labels, distances)
+
+
+TASKS = {"recall": make_recall, "copy": make_copy, "needle": make_needle}
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module, rows: Sequence[Row], batch_size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each answer of the rows is that to which the model gives the highest probability, and its distance."""
+    is_right, distances = [], []
+    for begin in range(0, len(rows), batch_size):
+        ids, labels, since = (np.stack(x) for x in zip(*rows[begin : begin + batch_size]))
+        logits = model(torch.as_tensor(ids, device=model.device)).logits
+        predicted = logits.argmax(-1).cpu().numpy()
+        is_answer = labels[:, 1:] >= 0
+        is_right.append((predicted[:, :-1] == labels[:, 1:])[is_answer])
+        distances.append(since[:, 1:][is_answer])
+    return np.concatenate(is_right), np.concatenate(distances)

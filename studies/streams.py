@@ -1,0 +1,86 @@
+"""Training small models on sequences that a seeded generator makes, of which nothing is stored."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, TrainingArguments, default_data_collator, set_seed
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
+from lsgpt.training.report import points_of
+
+from .study import NUM_POINTS
+
+
+class Stream(IterableDataset):
+    """Rows without end, the same in every pass."""
+
+    def __init__(self, make_row: Callable[[np.random.Generator], dict[str, np.ndarray]], seed: int):
+        self.make_row, self.seed = make_row, seed
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        generator = np.random.default_rng(self.seed)
+        while True:
+            yield self.make_row(generator)
+
+
+def train_on_stream(
+    config: LSGPTConfig,
+    make_row: Callable[[np.random.Generator], dict[str, np.ndarray]],
+    seed: int,
+    folder: Path,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict]:
+    """
+    Trains a new model with the optimizer and schedule of the recipe `micro`.
+
+    Args:
+        config: The model.
+        make_row: Makes `input_ids` and `labels`, `(n,)` each, from random numbers.
+        seed: Of the weights and of the rows.
+        folder: For the Trainer, which leaves nothing there unless the loss becomes NaN or infinite.
+        options: Fields of `TrainingArguments`, `max_steps` among them.
+
+    Returns:
+        The trained model in evaluation mode, and `diverged`, `max_logit` (the largest on the way) and `curves`.
+    """
+    set_seed(seed)
+    model = LSGPTForCausalLM(config)
+    every_n_steps = max(1, options["max_steps"] // NUM_POINTS)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        seed=seed,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        bf16=torch.cuda.is_available(),
+        logging_steps=every_n_steps,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    guard = StopOnBadLossCallback()
+    trainer = LSGPTTrainer(
+        model=model,
+        args=args,
+        train_dataset=Stream(make_row, seed),
+        data_collator=default_data_collator,
+        callbacks=[guard, LogitTelemetryCallback(every_n_steps)],
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    curves = {key: points_of(history, key, math.nan) for key in ("loss", "max_logit")}
+    logits = [value for _, value in curves["max_logit"]]
+    return model.eval(), {
+        "diverged": guard.bad_step is not None,
+        "max_logit": math.nan if any(map(math.isnan, logits)) else max(logits),
+        "curves": curves,
+    }

@@ -1,0 +1,446 @@
+"""Studies of made-up tasks and of images: their data, a run of each at a small size, reports, and verdicts."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lsgpt.studies import judge, load_study, write_report
+from lsgpt.studies.degrees_of_freedom import fit, make_target, visible_pairs
+from lsgpt.studies.images import PHOTOGRAPHS, all_crops, as_row, load_images, measure_losses, random_crop
+from lsgpt.studies.long_range import ASK, MARK, TASKS, answer, split_symbols
+from lsgpt.studies.runner import finite
+from lsgpt.studies.sparse_dependencies import collate_with_hidden_keys, hide_keys
+from lsgpt.studies.study import Runs
+
+
+SEEDS = (42, 43)
+TINY_MODEL = {"hidden_size": 24, "num_hidden_layers": 1, "sliding_window": 4}
+TINY_OPTIONS = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True}
+
+
+def shrink(monkeypatch, study, **changes):
+    """Puts other settings into all scales of a study."""
+    scales = {name: scale._replace(fields={**scale.fields, **changes}) for name, scale in study.scales.items()}
+    monkeypatch.setattr(study, "scales", scales)
+
+
+def report_of(study, runs, folder, scale="micro"):
+    """Writes runs as `lsgpt study` does, and returns the report that is made from the file alone."""
+    lines = [
+        {"arm": arm, "seed": seed, "scale": scale, "seconds": 1.0, "environment": {"system": "any"}, "values": values}
+        for arm, of_arm in runs.items()
+        for seed, values in zip(SEEDS, of_arm)
+    ]
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
+    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
+    first = write_report(study, folder).read_text(encoding="utf-8")
+    assert write_report(study, folder).read_text(encoding="utf-8") == first
+    for line in first.splitlines():
+        if line.startswith("!["):
+            assert (folder / line.rpartition("(")[2].rstrip(")")).stat().st_size > 1000
+    return first
+
+
+def verdicts(study, runs):
+    """The verdicts on made-up runs, `{arm: [values of each seed]}`."""
+    return {claim: finding.verdict for claim, finding in judge(study, Runs(runs)).items()}
+
+
+# Degrees of freedom
+
+
+def test_targets_are_what_they_are_called():
+    local, sparse, mixed = (
+        make_target(kind, 40, 8, 3, torch.Generator().manual_seed(0)) for kind in ("dense-local", "sparse", "mixed")
+    )
+    for target in (local, sparse, mixed):
+        assert torch.allclose(target.sum(-1), torch.ones(40))
+        assert not target.triu(1).any()
+    queries, keys = local.nonzero().T
+    assert (queries - keys).max() == 7  # 8 keys with the query's own
+    assert (local > 0).sum(-1).tolist() == [min(i + 1, 8) for i in range(40)]
+    assert (sparse > 0).sum(-1).tolist() == [min(i + 1, 3) for i in range(40)]
+    queries, keys = sparse.nonzero().T
+    assert (queries - keys).max() > 20
+    assert torch.allclose(mixed.nonzero().T[0].bincount(), (mixed > 0).sum(-1))
+    assert ((mixed > 0).sum(-1) > 8).any()
+    assert visible_pairs(40, 8).sum(-1).tolist() == [min(i + 1, 8) for i in range(40)]
+
+
+def test_queries_and_keys_are_fitted_to_a_target():
+    target = make_target("dense-local", 48, 6, 2, torch.Generator().manual_seed(0))
+    before, after = (fit(target, visible_pairs(48), 4, steps, torch.Generator().manual_seed(1)) for steps in (1, 150))
+    windowed = fit(target, visible_pairs(48, 6), 4, 150, torch.Generator().manual_seed(1))
+    assert 0 < after["divergence"] < before["divergence"] / 2
+    assert after["max_logit"] > before["max_logit"]
+    # The window is given, and need not be learnt.
+    assert 0 < windowed["divergence"] < after["divergence"]
+    assert windowed["max_logit"] < after["max_logit"]
+    # Queries and keys that are all zero express uniform attention.
+    uniform = visible_pairs(48) / visible_pairs(48).sum(-1, keepdim=True)
+    close = fit(uniform, visible_pairs(48), 4, 150, torch.Generator().manual_seed(1))
+    assert abs(close["divergence"]) < 1e-3
+    assert close["max_logit_at_close_fit"] < 3
+    assert math.isnan(fit(target, visible_pairs(48), 1, 20)["max_logit_at_close_fit"])
+
+
+@pytest.mark.parametrize("scale", ["micro", "paper"])
+def test_degrees_of_freedom_runs(tmp_path, monkeypatch, scale):
+    study = load_study("degrees-of-freedom")
+    shrink(monkeypatch, study, width=4, window=6, lengths=(16, 32), num_steps=20)
+    runs = {arm: [study.run(arm, seed, scale, tmp_path, ()) for seed in SEEDS] for arm in study.arms(scale)}
+    assert runs["dense-local-causal"][0] == study.run("dense-local-causal", SEEDS[0], scale, tmp_path, ())
+    assert runs["dense-local-causal"][0] != runs["dense-local-causal"][1]
+    text = report_of(study, runs, tmp_path / "report", scale)
+    assert "| arm | n / d = 4 | n / d = 8 |" in text
+    assert text.count("| `mixed-causal` |") == 3
+
+
+def made_up_fits(logits, divergences=None, shortest=5.0):
+    """Runs with given largest logits and divergences at the largest n / d, and small ones at the smallest."""
+
+    def values(arm, noise):
+        divergence = (divergences or {}).get(arm, 0.5)
+        last = {"max_logit": logits[arm] + noise, "divergence": divergence + noise / 100}
+        first = {"max_logit": shortest + noise, "divergence": 0.1}
+        return {"fits": [{"length_over_width": x, **figures} for x, figures in ((4, first), (8, last))]}
+
+    return {arm: [values(arm, noise) for noise in (0.0, 0.1, 0.2)] for arm in logits}
+
+
+def test_verdicts_on_degrees_of_freedom():
+    study = load_study("degrees-of-freedom")
+    arms = ("dense-local-causal", "dense-local-windowed", "sparse-causal", "mixed-causal")
+    logits = dict(zip(arms, (20.0, 5.0, 8.0, 30.0)))
+    divergences = dict(zip(arms, (0.5, 0.1, 0.2, 0.6)))
+    assert set(verdicts(study, made_up_fits(logits, divergences)).values()) == {"seen"}
+    logits = dict(zip(arms, (20.0, 25.0, 40.0, 30.0)))
+    divergences = dict(zip(arms, (0.1, 0.5, 0.2, 0.6)))
+    assert set(verdicts(study, made_up_fits(logits, divergences, shortest=30.0)).values()) == {"opposite"}
+    same = dict.fromkeys(arms, 20.0)
+    assert set(verdicts(study, made_up_fits(same, shortest=20.0)).values()) == {"not seen"}
+    assert verdicts(study, made_up_fits(dict(zip(arms, (20.0, 12.0, 8.0, 30.0)))))["window"] == "not seen"
+    one_seed = {arm: of_arm[:1] for arm, of_arm in made_up_fits(same).items()}
+    assert set(verdicts(study, one_seed).values()) == {"open"}
+
+
+# Sparse dependencies
+
+
+def test_half_of_the_earlier_keys_are_hidden():
+    ids = torch.randint(0, 1000, (3, 128))
+    mask = hide_keys(ids)
+    assert mask.shape == (3, 1, 128, 128) and mask.dtype == torch.bool
+    assert mask.diagonal(dim1=2, dim2=3).all()
+    assert not mask.triu(1).any()
+    earlier = mask[torch.ones_like(mask).tril(-1)]
+    assert earlier.float().mean() == pytest.approx(0.5, abs=0.02)
+    # Every query has keys of its own: neither rows nor columns of the mask are alike.
+    share_of_rows = (mask[0, 0, 64:, :64]).float().mean(1)
+    share_of_columns = (mask[0, 0, 64:, :64]).float().mean(0)
+    assert share_of_rows.min() > 0.2 and share_of_rows.max() < 0.8
+    assert share_of_columns.min() > 0.2 and share_of_columns.max() < 0.8
+    # They follow from the row's tokens alone.
+    assert not torch.equal(mask[0], mask[1])
+    torch.rand(5)
+    assert torch.equal(hide_keys(ids[[2, 0]].int()), mask[[2, 0]])
+    batch = collate_with_hidden_keys([{"input_ids": row.tolist()} for row in ids])
+    assert torch.equal(batch["attention_mask"], mask)
+    assert batch["labels"][:, 0].tolist() == [-100] * 3
+
+
+def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+    study, runs = load_study("sparse-dependencies"), {}
+    shape = "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, max_position_embeddings: 32, sliding_window: 4}"
+    options = {
+        "dataset_name": "text.txt",
+        "streaming": "false",
+        "validation_split_percentage": "50",
+        "max_eval_blocks": "2",
+        "block_size": "32",
+        "config_overrides": shape,
+        "max_steps": "4",
+        "warmup_steps": "1",
+        "max_logit_every_n_steps": "1",
+        "save_steps": "2",
+        "save_total_limit": "3",
+        "use_cpu": "true",
+        "prompt": "line",
+    }
+    fields = [part for name, value in options.items() for part in (f"--{name}", value)]
+    study.prepare("micro", tmp_path, fields)
+    for arm in study.arms("micro"):
+        runs[arm] = [study.run(arm, 42, "micro", tmp_path, fields)]
+    for name in ("mhsa", "ls"):
+        assert runs[name][0]["eval_loss"] != runs[f"{name}-hidden"][0]["eval_loss"]
+
+    # A run that goes on from a checkpoint hides what it would have hidden.
+    folder = tmp_path / "mhsa-hidden" / "seed-42"
+    (folder / "results.json").unlink()
+    (folder / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    again = study.run("mhsa-hidden", 42, "micro", tmp_path, fields)
+    assert again["step"] == 4
+    assert again["eval_loss"] == pytest.approx(runs["mhsa-hidden"][0]["eval_loss"], rel=1e-6)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "checkpoint-4", folder / "checkpoint-4")
+    )
+    for first, second in zip(before.parameters(), after.parameters()):
+        assert torch.allclose(first, second, atol=1e-6)
+
+    text = report_of(study, runs, tmp_path / "report")
+    assert text.count("Verdict: **open**") == 3
+    assert "| `ls-hidden` |" in text
+
+
+def made_up_trainings(logits, losses):
+    return {
+        arm: [{"max_logit": logits[arm] * x, "eval_loss": losses[arm] + x / 100} for x in (0.98, 1.0, 1.01)]
+        for arm in ("mhsa", "mhsa-hidden", "ls", "ls-hidden")
+    }
+
+
+def test_verdicts_on_sparse_dependencies():
+    study = load_study("sparse-dependencies")
+    losses = {"mhsa": 4.5, "mhsa-hidden": 4.8, "ls": 4.3, "ls-hidden": 4.8}
+    runs = made_up_trainings({"mhsa": 150, "mhsa-hidden": 20, "ls": 100, "ls-hidden": 80}, losses)
+    assert verdicts(study, runs) == {"mhsa": "seen", "ls": "seen", "gain": "seen"}
+    losses = {"mhsa": 4.5, "mhsa-hidden": 4.8, "ls": 4.5, "ls-hidden": 4.3}
+    runs = made_up_trainings({"mhsa": 150, "mhsa-hidden": 200, "ls": 100, "ls-hidden": 10}, losses)
+    assert verdicts(study, runs) == {"mhsa": "opposite", "ls": "opposite", "gain": "opposite"}
+    same = dict.fromkeys(losses, 4.5)
+    runs = made_up_trainings(dict.fromkeys(losses, 100), same)
+    assert verdicts(study, runs) == {"mhsa": "not seen", "ls": "not seen", "gain": "not seen"}
+    # A diverged run has infinite logits and no loss, and does not decide in favour of its arm.
+    runs["mhsa-hidden"][0] |= {"max_logit": None, "eval_loss": None}
+    assert verdicts(study, runs)["mhsa"] != "seen"
+
+
+# Long range
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_those_that_were_given(task):
+    generator, found = np.random.default_rng(0), []
+    keys, values, filler = split_symbols(64)
+    assert len({*keys, *values, *filler, MARK, ASK}) == 62
+    for _ in range(100):
+        ids, labels, distances = TASKS[task](generator, 96, 8, 64)
+        assert ids.shape == labels.shape == distances.shape == (96,)
+        assert ids.min() >= 0 and ids.max() < 64
+        places = np.flatnonzero(labels >= 0)
+        assert len(places) == 8 and (np.flatnonzero(distances) == places).all()
+        if task == "recall":
+            for place in places:
+                # The key before the answer is that of one of the pairs, and the answer stands there alone.
+                (given,) = np.flatnonzero(ids[:4] == ids[place - 1])
+                assert given % 2 == 0 and ids[given] in keys and ids[given + 1] in values and place > 4
+                assert ids[given + 1] == labels[place] and ids[place] in filler
+                assert distances[place] == place - (given + 1)
+        elif task == "copy":
+            first, second = np.flatnonzero(ids == MARK)
+            string = ids[first + 1 : first + 9]
+            assert len(set(string)) == 8
+            assert (places == np.arange(second + 1, second + 9)).all() and (labels[places] == string).all()
+            assert (distances[places] == second - first).all() and second - first >= 9
+        else:
+            (needle,) = np.flatnonzero(ids == MARK)
+            assert (labels[places] == ids[needle + 1]).all()
+            assert (ids[places - 1] == ASK).all() and (ids == ASK).sum() == 8
+            assert (distances[places] == places - 1 - needle).all()
+        found.extend(distances[places])
+    assert min(found) < 20 and max(found) > 70
+
+
+class Oracle(nn.Module):
+    """Knows the rows, and gives every token but the last the label of the next one, or else another one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows, is_right):
+        super().__init__()
+        self.labels, self.is_right = {tuple(row.input_ids): torch.tensor(row.labels) for row in rows}, is_right
+
+    def forward(self, input_ids):
+        labels = torch.stack([self.labels[tuple(ids.tolist())] for ids in input_ids]).roll(-1, dims=1).clamp(min=0)
+        return CausalLMOutputWithPast(logits=nn.functional.one_hot((labels + 1 - self.is_right) % 64, 64).float())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_answer_is_what_the_token_before_it_predicts(task):
+    generator = np.random.default_rng(1)
+    rows = [TASKS[task](generator, 96, 8, 64) for _ in range(5)]
+    is_right, distances = answer(Oracle(rows, 1), rows, batch_size=2)
+    assert is_right.all() and len(is_right) == 40
+    assert distances.tolist() == [x for row in rows for x in row.distances if x]
+    assert not answer(Oracle(rows, 0), rows)[0].any()
+
+
+@pytest.mark.parametrize("scale", ["micro", "paper"])
+def test_long_range_runs(tmp_path, monkeypatch, scale):
+    study, runs = load_study("long-range"), {}
+    config = {**TINY_MODEL, "num_attention_heads": 6, "max_position_embeddings": 48, "vocab_size": 64}
+    config |= {"position_embedding_type": "rope"}
+    options = {**TINY_OPTIONS, "warmup_steps": 1}
+    shrink(monkeypatch, study, config=config, num_answers=4, eval_rows=20, options=options)
+    for arm in ("recall-0", "recall-1", "needle-6", "copy-2"):
+        runs[arm] = [study.run(arm, seed, scale, tmp_path, ()) for seed in SEEDS[: 1 + (arm == "recall-1")]]
+        assert 0 <= runs[arm][0]["far_accuracy"] <= 1
+    assert runs["recall-1"][0] != runs["recall-1"][1]
+    assert study.run("recall-1", SEEDS[0], scale, tmp_path, ()) == runs["recall-1"][0]
+    text = report_of(study, runs, tmp_path / "report", scale)
+    assert "### Copy" in text and "| `needle-6` |" in text
+
+
+def made_up_accuracies(accuracies):
+    """Far accuracies of 0, 1, 2 and 6 global heads, the same in all tasks unless they are given by task."""
+    by_task = accuracies if isinstance(accuracies, dict) else dict.fromkeys(TASKS, accuracies)
+    return {
+        f"{task}-{count}": [{"far_accuracy": accuracy + noise} for noise in (0.0, 0.01, 0.02)]
+        for task in TASKS
+        for count, accuracy in zip((0, 1, 2, 6), by_task[task])
+    }
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ((0.1, 0.9, 0.9, 0.92), ("seen", "seen", "not seen")),
+        ((0.9, 0.6, 0.9, 0.92), ("opposite", "opposite", "seen")),
+        ((0.1, 0.9, 0.6, 0.9), ("seen", "seen", "opposite")),
+        ((0.1, 0.2, 0.2, 0.2), ("open", "open", "open")),
+    ],
+)
+def test_verdicts_on_long_range(accuracies, expected):
+    found = verdicts(load_study("long-range"), made_up_accuracies(accuracies))
+    assert [found[f"one-head-{task}"] for task in TASKS] == [expected[0]] * 3
+    assert (found["no-head"], found["second-head"]) == expected[1:]
+
+
+def test_tasks_that_are_not_learnt_do_not_count():
+    by_task = {"recall": (0.1, 0.2, 0.6, 0.9), "copy": (0.1, 0.1, 0.1, 0.1), "needle": (0.85, 0.9, 0.9, 0.9)}
+    found = verdicts(load_study("long-range"), made_up_accuracies(by_task))
+    assert found == {
+        "one-head-recall": "opposite",
+        "one-head-copy": "open",
+        "one-head-needle": "seen",
+        "no-head": "not seen",
+        "second-head": "seen",
+    }
+
+
+# Images
+
+
+def test_the_photographs_are_cut_into_training_and_validation():
+    images = load_images(PHOTOGRAPHS)
+    assert [x.shape for x in images["train"]] == [(427, 512)] * 2
+    assert [x.shape for x in images["validation"]] == [(427, 128)] * 2
+    for part in images.values():
+        assert all(x.min() >= 0 and 24 < x.max() < 32 for x in part)
+        assert all(len(np.unique(x)) > 24 for x in part)
+    crops = all_crops(images["validation"], 32, 16)
+    assert crops.shape == (2 * 26 * 4, 16, 32)
+    assert (crops[4] == images["validation"][0][16:32, :32]).all()
+
+    generator = np.random.default_rng(0)
+    numbered = [np.arange(600).reshape(20, 30)]
+    corners = set()
+    for _ in range(300):
+        crop = random_crop(numbered, 28, 17, generator)
+        corners.add(divmod(int(crop[0, 0]), 30))
+        assert (crop == crop[0, 0] + np.arange(17)[:, None] * 30 + np.arange(28)).all()
+    assert corners == {(top, left) for top in range(4) for left in range(3)}
+    row = as_row(crop)
+    assert row["input_ids"][28] == crop[1, 0]
+    assert row["labels"][0] == -100 and (row["labels"][1:] == row["input_ids"][1:]).all()
+
+
+def test_a_window_of_one_row_reaches_the_pixel_above(tiny_model):
+    study = load_study("images")
+    width = study.scales["micro"].fields["width"]
+    window = study.arms("micro")["local-only-one-row"]["sliding_window"]
+    ids = torch.randint(0, 32, (1, 4 * width))
+    predicted = 3 * width + 5
+    changed = ids.clone()
+    changed[0, predicted - width] = (ids[0, predicted - width] + 1) % 32
+    for size, is_seen in ((window, True), (window - 1, False)):
+        model = tiny_model(num_hidden_layers=1, num_global_heads=0, sliding_window=size)
+        before, after = (model(x).logits[0, predicted - 1] for x in (ids, changed))
+        assert torch.equal(before, after) != is_seen
+    arms = study.arms("micro")
+    assert [x["sliding_window"] for name, x in arms.items() if name.startswith("ls-")] == [8, 16, 32, 40, 128]
+
+
+def test_losses_of_images_are_those_of_the_model(tiny_model):
+    model, crops = tiny_model(vocab_size=32), np.random.default_rng(0).integers(0, 32, (3, 4, 8))
+    losses = measure_losses(model, crops, batch_size=2)
+    assert losses.shape == (3, 32) and losses[:, 0].isnan().all()
+    ids = torch.tensor(crops.reshape(3, 32))
+    assert losses[:, 1:].mean().item() == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
+
+
+def test_images_without_scikit_learn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match="pip install scikit-learn"):
+        load_study("images").prepare("micro", tmp_path, ())
+
+
+def test_images_run(tmp_path, monkeypatch):
+    study, runs = load_study("images"), {}
+    config = {**TINY_MODEL, "num_attention_heads": 6, "position_embedding_type": "learned"}
+    del config["sliding_window"]
+    options = {**TINY_OPTIONS, "warmup_steps": 1}
+    shrink(monkeypatch, study, width=8, height=4, config=config, options=options)
+    study.prepare("micro", tmp_path, ())
+    for arm in ("mhsa", "ls-half-row", "local-only-one-row"):
+        runs[arm] = [study.run(arm, 42, "micro", tmp_path, ())]
+        assert len(runs[arm][0]["loss_by_row"]) == 4 and math.isfinite(runs[arm][0]["eval_loss"])
+    assert study.run("mhsa", 42, "micro", tmp_path, ()) == runs["mhsa"][0]
+
+    # Another data set of images, as at the paper's scale.
+    generator = np.random.default_rng(0)
+    for number in range(6):
+        file = tmp_path / "images" / ("train" if number < 4 else "test") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (4, 8, 3), dtype=np.uint8)).save(file)
+    shrink(monkeypatch, study, dataset=str(tmp_path / "images"))
+    images = load_images(str(tmp_path / "images"))
+    assert {split: len(part) for split, part in images.items()} == {"train": 4, "validation": 2}
+    assert images["train"][0].shape == (4, 8) and max(x.max() for x in images["train"]) < 32
+    runs["ls-one-row"] = [study.run("ls-one-row", 42, "paper", tmp_path, ())]
+    text = report_of(study, runs, tmp_path / "report")
+    assert "| `ls-half-row` |" in text and text.count("Verdict: **open**") == len(study.claims)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({}, dict.fromkeys(("row", "global-head", "ls-row", "mhsa"), "not seen") | {"more": "seen"}),
+        (
+            {"local-only-one-row": 1.9, "ls-half-row": 1.8, "ls-one-row": 1.7},
+            dict.fromkeys(("row", "global-head", "ls-row", "mhsa", "more"), "seen"),
+        ),
+        (
+            {"local-only-half-row": 1.7, "local-only-row-and-more": 1.8, "local-only-four-rows": 1.8}
+            | {"local-only-one-row": 1.9, "ls-half-row": 1.95, "ls-one-row": 2.1},
+            dict.fromkeys(("row", "global-head", "ls-row", "mhsa", "more"), "opposite"),
+        ),
+        ({"local-only-four-rows": 1.8}, {"more": "not seen"}),
+    ],
+)
+def test_verdicts_on_images(losses, expected):
+    study = load_study("images")
+    runs = {arm: [{"eval_loss": losses.get(arm, 2.0) + x} for x in (0.0, 0.01, 0.02)] for arm in study.arms("micro")}
+    assert verdicts(study, runs).items() >= expected.items()
