@@ -42,7 +42,8 @@ random for every query. Do the logits of multi-head attention stay small then?""
 In the arms with `-hidden`, every query sees each earlier key with a probability of one half, and its own key always;
 what is hidden is the same for all heads and layers, in training and in evaluation, and follows from the tokens of
 the block alone. The learning rate is one at which the logits of multi-head attention explode at this size (0.03 at
-`micro`). Losses with and without hidden keys are of different tasks, and are not compared with each other."""
+`micro`). Losses with and without hidden keys are of different tasks, and are not compared with each other. A run
+that has no number, because it diverged, leaves a verdict at not seen."""
     claims = {
         "mhsa": Claim(
             "with half of the keys hidden, the logits of multi-head attention stay smaller",
@@ -88,13 +89,13 @@ the block alone. The learning rate is one at which the logits of multi-head atte
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """See `claims`."""
-        logits = {arm: [_or(x, math.inf) for x in runs.column(arm, "max_logit")] for arm in self.arms("micro")}
+        logits = {arm: runs.column(arm, "max_logit") for arm in self.arms("micro")}
         losses = {arm: runs.column(arm, "eval_loss") for arm in logits}
         ratios = {
-            name: [hidden / seen for hidden, seen in zip(logits[f"{name}-hidden"], logits[name])]
+            name: [hidden / all_keys for hidden, all_keys in zip(logits[f"{name}-hidden"], logits[name])]
             for name in ("mhsa", "ls")
         }
-        distances = {name: [abs(math.log(x)) if x > 0 else math.inf for x in xs] for name, xs in ratios.items()}
+        distances = {name: [abs(math.log(ratio)) for ratio in of_name] for name, of_name in ratios.items()}
         gains = {
             suffix: [a - b for a, b in zip(losses[f"mhsa{suffix}"], losses[f"ls{suffix}"])]
             for suffix in ("-hidden", "")
@@ -103,16 +104,16 @@ the block alone. The learning rate is one at which the logits of multi-head atte
             "mhsa": Finding(
                 f"largest logit on the way {format_values(logits['mhsa-hidden'], 1)} for `mhsa-hidden`, "
                 f"{format_values(logits['mhsa'], 1)} for `mhsa`",
-                verdict_below(logits["mhsa-hidden"], logits["mhsa"]),
+                _verdict(logits["mhsa-hidden"], logits["mhsa"]),
             ),
             "ls": Finding(
                 f"ratio {format_values(ratios['ls'], 2)} with `ls`, {format_values(ratios['mhsa'], 2)} with `mhsa`",
-                verdict_below(distances["ls"], distances["mhsa"]),
+                _verdict(distances["ls"], distances["mhsa"]),
             ),
             "gain": Finding(
                 f"`mhsa` less `ls` is {format_values(gains['-hidden'])} nats with hidden keys, "
                 f"{format_values(gains[''])} without",
-                verdict_below(gains["-hidden"], gains[""]),
+                _verdict(gains["-hidden"], gains[""]),
             ),
         }
 
@@ -136,13 +137,15 @@ the block alone. The learning rate is one at which the logits of multi-head atte
 STUDY = SparseDependencies()
 
 
-def _or(value: float | None, other: float) -> float:
-    return other if value is None or math.isnan(value) else value
+def _verdict(first: list[float], second: list[float]) -> str:
+    """As `verdict_below`; a run without a number decides nothing."""
+    return verdict_below(first, second) if all(map(math.isfinite, (*first, *second))) else "not seen"
 
 
 def _largest(run: dict, kind: str) -> float:
-    """The largest logit of one kind of head on the way; NaN where there are none."""
-    return max((_or(x, math.inf) for _, x in run["curves"].get(f"max_logit_{kind}", ())), default=math.nan)
+    """The largest logit of one kind of head on the way; NaN where there are none, or where one is not finite."""
+    values = [value for _, value in points(run["curves"].get(f"max_logit_{kind}", ()))]
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
 
 
 def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .study import NUM_POINTS
 
 
 class Stream(IterableDataset):
-    """Rows without end, the same in every pass."""
+    """Rows without end, the same in every pass; for one process that loads them."""
 
     def __init__(self, make_row: Callable[[np.random.Generator], dict[str, np.ndarray]], seed: int):
         self.make_row, self.seed = make_row, seed
@@ -81,6 +81,6 @@ def train_on_stream(
     logits = [value for _, value in curves["max_logit"]]
     return model.eval(), {
         "diverged": guard.bad_step is not None,
-        "max_logit": math.nan if any(map(math.isnan, logits)) else max(logits),
+        "max_logit": math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan),
         "curves": curves,
     }
