@@ -242,7 +242,7 @@ def to_greys(image: Pillow.Image) -> np.ndarray:
 
 def random_crop(images: Sequence[np.ndarray], width: int, height: int, generator: np.random.Generator) -> np.ndarray:
     """A crop, `(height, width)`, of one of the images, all of which are as likely."""
-    image = images[generator.integers(len(images))]
+    image = images[int(generator.integers(len(images)))]
     top, left = (generator.integers(size - part + 1) for size, part in zip(image.shape, (height, width)))
     return image[top : top + height, left : left + width]
 
