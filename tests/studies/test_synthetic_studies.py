@@ -358,8 +358,8 @@ def test_the_photographs_are_cut_into_training_and_validation():
     assert [x.shape for x in images["train"]] == [(427, 512)] * 2
     assert [x.shape for x in images["validation"]] == [(427, 128)] * 2
     for part in images.values():
-        assert all(x.min() >= 0 and 24 < x.max() < 32 for x in part)
-        assert all(len(np.unique(x)) > 24 for x in part)
+        assert all(x.max() < 32 and len(np.unique(x)) > 8 for x in part)
+    assert all(len(np.unique(x)) > 24 for x in images["train"])
     crops = all_crops(images["validation"], 32, 16)
     assert crops.shape == (2 * 26 * 4, 16, 32)
     assert (crops[4] == images["validation"][0][16:32, :32]).all()
