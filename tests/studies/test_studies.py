@@ -38,6 +38,7 @@ SMALL = {
     "save_steps": "1",
     "bf16": "false",
     "torch_compile": "false",
+    "dataloader_num_workers": "0",
     "use_cpu": "true",
     "prompt": "line",
 }
@@ -100,6 +101,7 @@ AT_PAPER_SCALE = {
     "long-training": "ls",
     "heads-and-windows": "g2",
     "positions": "ls-sinusoidal",
+    "sparse-dependencies": "mhsa-hidden",
     "lengths": "ls-rope",
     "where-heads-look": "ls",
 }
