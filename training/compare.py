@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import yaml
@@ -79,17 +80,18 @@ def compare(
         shares_tokenizer = trained and _trained_tokenizer(arguments[arm]) == trained
         commands.append(_command(folder, arm, seed, folder / "tokenizer" if shares_tokenizer else None))
     start = time.perf_counter()
-    for number, (index, status) in enumerate(run_commands(commands, num_processes), start=1):
-        arm, seed = unfinished[index]
-        if status != 0 or not (folder / arm / f"seed-{seed}" / "results.json").exists():
-            raise ChildProcessError(
-                f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
-                f"{commands[index].log}. The same command goes on with it"
-            )
-        _print_result(folder, arm, seed)
-        left = (time.perf_counter() - start) / number * (len(commands) - number)
-        if left:
-            print(f"{number} of {len(commands)} runs; about {format_duration(left)} left", flush=True)
+    with closing(run_commands(commands, num_processes)) as ended:  # an error here ends the runs beside it
+        for number, (index, status) in enumerate(ended, start=1):
+            arm, seed = unfinished[index]
+            if status != 0 or not (folder / arm / f"seed-{seed}" / "results.json").exists():
+                raise ChildProcessError(
+                    f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
+                    f"{commands[index].log}. The same command goes on with it"
+                )
+            _print_result(folder, arm, seed)
+            left = (time.perf_counter() - start) / number * (len(commands) - number)
+            if left:
+                print(f"{number} of {len(commands)} runs; about {format_duration(left)} left", flush=True)
     report = write_comparison(folder, base.recipe, recipes, seeds)
     print(f"\n{report}")
     return report

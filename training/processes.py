@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
@@ -17,7 +17,7 @@ class Command(NamedTuple):
     log: Path
 
 
-def run_commands(commands: Sequence[Command], num_processes: int = 1) -> Iterator[tuple[int, int]]:
+def run_commands(commands: Sequence[Command], num_processes: int = 1) -> Generator[tuple[int, int], None, None]:
     """
     Runs commands, `num_processes` at a time, in their order. SIGTERM to this process is passed on to those that run,
     so that they save what they have.

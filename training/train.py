@@ -496,7 +496,7 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
             (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
         ),
         "teacher_perplexity": trainer.teacher_perplexity,
-        "max_logit": _largest([value for _, value in points_of(state.log_history, "max_logit")]),
+        "max_logit": largest([value for _, value in points_of(state.log_history, "max_logit")]),
         "parameters": trainer.model.config.num_parameters(),
         "step": state.global_step,
         "max_steps": state.max_steps,
@@ -508,7 +508,7 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
     }
 
 
-def _largest(values: list[float]) -> float | None:
+def largest(values: list[float]) -> float | None:
     """The maximum, which is NaN if one of them is; None without values."""
     return next((value for value in values if math.isnan(value)), max(values)) if values else None
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 import time
+from contextlib import closing
 
 import fresh
 import pytest
@@ -12,6 +14,7 @@ from matplotlib.image import imread
 from lsgpt.configuration import load_arms
 from lsgpt.training import parse_arguments
 from lsgpt.training.compare import compare, resolve_arm, write_comparison
+from lsgpt.training.processes import Command, run_commands
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +158,14 @@ def test_table_over_uneven_runs(tmp_path):
     # The losses are 2 and not a number: a point, and at the upper edge a cross.
     rows = (abs(imread(tmp_path / "loss.png")[..., :3] * 255 - [31, 119, 180]).max(-1) < 1).nonzero()[0]
     assert rows.max() - rows.min() > 100
+
+
+def test_a_run_that_fails_ends_the_others(tmp_path):
+    scripts = ["raise SystemExit(3)", "import time; time.sleep(600)"]
+    commands = [Command([sys.executable, "-c", script], tmp_path / f"{i}.log") for i, script in enumerate(scripts)]
+    start = time.monotonic()
+    with pytest.raises(ChildProcessError), closing(run_commands(commands, 2)) as ended:
+        index, status = next(ended)
+        assert (index, status) == (0, 3)
+        raise ChildProcessError
+    assert time.monotonic() - start < 60
