@@ -6,7 +6,18 @@ from typing import Any
 
 from lsgpt.training.plots import plot_curves
 
-from .study import Claim, Finding, Runs, Scale, TrainingStudy, format_values, is_below, mean, results_table
+from .study import (
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    TrainingStudy,
+    curves_over,
+    format_values,
+    is_below,
+    mean,
+    results_table,
+)
 
 
 HEADS = (0, 1, 2, 3, 4, 5, 6)
@@ -100,8 +111,10 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
             f"n = {SHORT}": [(window, f"n{SHORT}-w{window}") for window in SHORT_WINDOWS],
         }
         label = "final validation loss (nats per token)"
-        plot_curves(folder / "heads.png", {"n = 512": _by_seed(runs, heads)}, "global heads of 6", label)
-        curves = {name: _by_seed(runs, places) for name, places in rows.items()}
+        plot_curves(
+            folder / "heads.png", {"n = 512": curves_over(runs, heads, "eval_loss")}, "global heads of 6", label
+        )
+        curves = {name: curves_over(runs, places, "eval_loss") for name, places in rows.items()}
         plot_curves(folder / "windows.png", curves, "window (tokens)", label, log_x=True)
         return f"""\
 {results_table(runs)}
@@ -122,10 +135,3 @@ def _best(losses: Mapping[int, list[float]]) -> int:
 
 def _list(losses: Mapping[int, list[float]]) -> str:
     return ", ".join(f"{number}: {format_values(values)}" for number, values in losses.items())
-
-
-def _by_seed(runs: Runs, places: list[tuple[int, str]]) -> list[list[tuple[float, float]]]:
-    """A curve for each seed over the numbers of `places`, pairs of a number and an arm."""
-    num_seeds = max((len(runs.get(arm, ())) for _, arm in places), default=0)
-    present = [(x, runs[arm]) for x, arm in places if arm in runs]
-    return [[(x, values[i]["eval_loss"]) for x, values in present if i < len(values)] for i in range(num_seeds)]

@@ -15,7 +15,7 @@ from lsgpt.utilities import table
 
 from .learning_rates import compare_losses, verdict_below
 from .streams import train_on_stream
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, format_values, points
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, curves_over, format_values, points
 
 
 PHOTOGRAPHS = "scikit-learn"
@@ -179,12 +179,8 @@ nats per pixel."""
         head = ["arm", "validation loss (nats per pixel)", "in the last row", "largest logit on the way", "diverged"]
         curves = {}
         for kind, label in (("ls", "one global head"), ("local-only", "none")):
-            arms = {window: runs.get(f"{kind}-{name}", []) for name, window in WINDOWS.items()}
-            num_seeds = max(map(len, arms.values()))
-            curves[label] = [
-                points([(x, of_arm[i]["eval_loss"]) for x, of_arm in arms.items() if i < len(of_arm)])
-                for i in range(num_seeds)
-            ]
+            places = [(window, f"{kind}-{name}") for name, window in WINDOWS.items()]
+            curves[label] = curves_over(runs, places, "eval_loss")
         ends = min(WINDOWS.values()), max(WINDOWS.values())
         curves["all heads global"] = [points([(x, run["eval_loss"]) for x in ends]) for run in runs.get("mhsa", [])]
         plot_curves(folder / "windows.png", curves, "window in rows", "validation loss (nats per pixel)", log_x=True)

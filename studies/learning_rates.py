@@ -1,6 +1,5 @@
 """Do Long Short-attention's losses and logits depend less on the learning rate?"""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    curves_over,
     format_values,
     is_below,
     mean,
+    number,
 )
 
 
@@ -118,8 +119,7 @@ the share of steps whose loss is more than six standard deviations above the mea
 
     def _judge_logits(self, runs: Runs) -> Finding:
         for rate in self._rates_of(runs):
-            theirs = [_or_infinity(x) for x in runs.column(arm_at("mhsa", rate), "max_logit")]
-            ours = [_or_infinity(x) for x in runs.column(arm_at("ls", rate), "max_logit")]
+            theirs, ours = (runs.column(arm_at(name, rate), "max_logit") for name in ("mhsa", "ls"))
             if min(theirs) > 100:
                 figure = (
                     f"at rate {rate:g}, the largest logit on the way is {format_values(ours, 0)} with `ls` and "
@@ -148,7 +148,7 @@ the share of steps whose loss is more than six standard deviations above the mea
             ("loss.png", "eval_loss", "final validation loss (nats per token)"),
             ("max_logit.png", "max_logit", "largest |logit| on the way"),
         ):
-            curves = {name: _by_seed(runs, name, rates, key) for name in names}
+            curves = {name: curves_over(runs, [(rate, arm_at(name, rate)) for rate in rates], key) for name in names}
             log_y = key == "max_logit"
             plot_curves(folder / file, curves, "learning rate", label, log_x=True, log_y=log_y, log_base=10)
             sections.append(f"![{label} over the learning rate]({file})")
@@ -182,11 +182,8 @@ def _floor(rate: float, scale: str) -> dict:
 
 def best_rate(runs: Runs, name: str, rates: list[float]) -> float:
     """The rate with the lowest mean of the final loss, of those at which all seeds are finite."""
-    means = {}
-    for rate in rates:
-        losses = runs.column(arm_at(name, rate), "eval_loss")
-        means[rate] = math.inf if any(math.isnan(loss) for loss in losses) else mean(losses)
-    return min(means, key=means.__getitem__)
+    sums = {rate: sum(runs.column(arm_at(name, rate), "eval_loss")) for rate in rates}
+    return min(sums, key=sums.__getitem__)
 
 
 def sensitivity(runs: Runs, name: str, rates: list[float]) -> list[float]:
@@ -197,13 +194,9 @@ def sensitivity(runs: Runs, name: str, rates: list[float]) -> list[float]:
     by_rate = [runs.of(arm_at(name, rate)) for rate in rates]
     values = []
     for of_seed in zip(*by_rate):
-        losses = [min(_or_infinity(run["eval_loss"]), run["first_loss"]) for run in of_seed]
+        losses = [min(number(run["eval_loss"]), run["first_loss"]) for run in of_seed]
         values.append(mean(losses) - min(losses))
     return values
-
-
-def _or_infinity(value: float | None) -> float:
-    return math.inf if value is None or math.isnan(value) else value
 
 
 def compare_losses(
@@ -222,17 +215,3 @@ def verdict_below(first: list[float], second: list[float]) -> str:
     if is_below(first, second):
         return "seen"
     return "opposite" if is_below(second, first) else "not seen"
-
-
-def _by_seed(runs: Runs, name: str, rates: list[float], key: str) -> list[list[tuple[float, float]]]:
-    """For each seed the curve over rates; what is not finite is NaN."""
-    by_rate = {rate: runs.get(arm_at(name, rate), []) for rate in rates}
-    num_seeds = max(map(len, by_rate.values()))
-    return [
-        [
-            (rate, math.nan if of_arm[i][key] is None else of_arm[i][key])
-            for rate, of_arm in by_rate.items()
-            if i < len(of_arm)
-        ]
-        for i in range(num_seeds)
-    ]

@@ -20,9 +20,11 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    curves_over,
     format_values,
     is_below,
     mean,
+    number,
     results_table,
     validation_blocks,
 )
@@ -122,7 +124,7 @@ the tokens in the second half of each."""
         has_gain = is_below(ours, theirs)
         none = "seen" if not has_gain else "opposite" if mean(gains[first]) >= mean(gains[last]) else "not seen"
         losses = {
-            name: [run["beyond"]["4"] - run["beyond"]["1"] for run in runs.of(f"{name}-rope")]
+            name: [number(run["beyond"]["4"]) - number(run["beyond"]["1"]) for run in runs.of(f"{name}-rope")]
             for name in ("ls", "mhsa")
         }
         figure = (
@@ -156,11 +158,7 @@ the tokens in the second half of each."""
             ("loss.png", "eval_loss", "final validation loss (nats per token)"),
             ("max_logit.png", "max_logit", "largest |logit| on the way"),
         ):
-            curves = {}
-            for name in ("mhsa", "ls"):
-                present = [(n, runs[f"{name}-n{n}"]) for n in LENGTHS if f"{name}-n{n}" in runs]
-                num_seeds = max((len(values) for _, values in present), default=0)
-                curves[name] = [[(n, x[i][key]) for n, x in present if i < len(x)] for i in range(num_seeds)]
+            curves = {name: curves_over(runs, [(n, f"{name}-n{n}") for n in LENGTHS], key) for name in ("mhsa", "ls")}
             plot_curves(folder / file, curves, "tokens in a block, n", label, log_x=True)
             plots.append(f"![{label} over the length]({file})")
         rows = [

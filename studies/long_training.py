@@ -1,6 +1,5 @@
 """Do the logits of multi-head attention grow without end in a long training, and those of LS-attention not?"""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from .study import (
     TrainingStudy,
     below,
     format_values,
+    number,
     points,
     results_table,
     validation_blocks,
@@ -102,7 +102,7 @@ over the largest in the second tenth."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """See `claims`."""
-        ours, theirs = (_infinite(runs.column(name, "max_logit")) for name in ("ls", "mhsa"))
+        ours, theirs = (runs.column(name, "max_logit") for name in ("ls", "mhsa"))
         verdict = "not seen"
         if min(theirs) > 200 and max(ours) < 50:
             verdict = "seen"
@@ -161,13 +161,8 @@ The largest logit of each head at the last checkpoint, on a block of validation 
 STUDY = LongTraining()
 
 
-def _infinite(values: list[float]) -> list[float]:
-    return [math.inf if math.isnan(value) else value for value in values]
-
-
 def _growth(curve: list) -> float:
-    """The largest value of the last tenth over that of the second; infinite where the last are not finite."""
+    """The largest value of the last tenth over that of the second; infinite where it diverged after that."""
     tenth = max(1, len(curve) // 10)
-    early = max(value or math.inf for _, value in curve[tenth : 2 * tenth])
-    late = max(math.inf if value is None else value for _, value in curve[-tenth:])
+    early, late = (max(number(value) for _, value in part) for part in (curve[tenth : 2 * tenth], curve[-tenth:]))
     return late / early

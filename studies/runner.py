@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from lsgpt.training.processes import Command, run_commands
@@ -83,21 +84,24 @@ def run_study(
         command: list[str | Path] = [sys.executable, "-m", "lsgpt.studies", name, scale, arm, str(seed), work, *fields]
         commands.append(Command(command, log))
     start = time.perf_counter()
-    for number, (index, status) in enumerate(run_commands(commands, num_processes), start=1):
-        arm, seed = missing[index]
-        file = result_file(work, arm, seed)
-        if status != 0 or not file.exists():
-            raise ChildProcessError(
-                f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
-                f"{commands[index].log}. The same command goes on with it"
+    with closing(run_commands(commands, num_processes)) as ended:  # an error here ends the runs beside it
+        for number, (index, status) in enumerate(ended, start=1):
+            arm, seed = missing[index]
+            file = result_file(work, arm, seed)
+            if status != 0 or not file.exists():
+                raise ChildProcessError(
+                    f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
+                    f"{commands[index].log}. The same command goes on with it"
+                )
+            line = file.read_text(encoding="utf-8")
+            with (folder / RUNS_FILE).open("a", encoding="utf-8") as runs:
+                runs.write(line + "\n")
+            write_report(study, folder)
+            left = (time.perf_counter() - start) / number * (len(commands) - number)
+            duration = format_duration(json.loads(line)["seconds"])
+            print(
+                f"[{number}/{len(commands)}] {arm}, seed {seed} ({duration}); {format_duration(left)} left", flush=True
             )
-        line = file.read_text(encoding="utf-8")
-        with (folder / RUNS_FILE).open("a", encoding="utf-8") as runs:
-            runs.write(line + "\n")
-        write_report(study, folder)
-        left = (time.perf_counter() - start) / number * (len(commands) - number)
-        duration = format_duration(json.loads(line)["seconds"])
-        print(f"[{number}/{len(commands)}] {arm}, seed {seed} ({duration}); {format_duration(left)} left", flush=True)
     report = write_report(study, folder)
     print(f"\n{report}")
     return report

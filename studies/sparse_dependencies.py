@@ -95,7 +95,10 @@ that has no number, because it diverged, leaves a verdict at not seen."""
             name: [hidden / all_keys for hidden, all_keys in zip(logits[f"{name}-hidden"], logits[name])]
             for name in ("mhsa", "ls")
         }
-        distances = {name: [abs(math.log(ratio)) for ratio in of_name] for name, of_name in ratios.items()}
+        distances = {
+            name: [math.inf if ratio == 0 else abs(math.log(ratio)) for ratio in of_name]
+            for name, of_name in ratios.items()
+        }
         gains = {
             suffix: [a - b for a, b in zip(losses[f"mhsa{suffix}"], losses[f"ls{suffix}"])]
             for suffix in ("-hidden", "")

@@ -18,7 +18,7 @@ from lsgpt.training.compare import checkpoint_or_empty, join_arm, prepare_tokeni
 from lsgpt.training.data import pack, tokenize
 from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
-from lsgpt.training.train import build_trainer, load_texts, train
+from lsgpt.training.train import build_trainer, largest, load_texts, train
 from lsgpt.utilities import table
 
 
@@ -84,8 +84,8 @@ class Runs(dict[str, list[dict]]):
         return self[arm]
 
     def column(self, arm: str, key: str) -> list[float]:
-        """One value of every run of an arm, NaN where it is null. Raises `NotRunError`."""
-        return [math.nan if run[key] is None else run[key] for run in self.of(arm)]
+        """One loss or logit of every run of an arm, infinite where the run diverged. Raises `NotRunError`."""
+        return [number(run[key]) for run in self.of(arm)]
 
 
 class Study(ABC):
@@ -205,7 +205,7 @@ def collect(folder: Path) -> dict:
     logs = read_metrics(folder / "metrics.jsonl")
     curves = {"loss": thin(points_of(logs, "loss", math.nan), statistics.fmean)}
     for key in sorted({key for log in logs for key in log if key.startswith("max_logit")}):
-        curves[key] = thin(points_of(logs, key, math.nan), max)
+        curves[key] = thin(points_of(logs, key, math.nan), largest)
     losses = [loss for _, loss in points_of(logs, "loss", math.nan)]
     kept = ("status", "step", "eval_loss", "eval_bits_per_byte", "max_logit", "parameters", "train_seconds")
     by_position = [math.nan if x is None else x for x in results["loss_by_position"]]
@@ -242,6 +242,11 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
     return spikes / num_values if num_values else 0.0
 
 
+def number(value: float | None) -> float:
+    """A loss or a logit as JSON has it: null, which stands for NaN and infinity, is larger than any number."""
+    return math.inf if value is None else value
+
+
 def mean(values: Iterable[float]) -> float:
     """The mean of the values that are finite; NaN without any."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
@@ -265,20 +270,18 @@ def format_values(values: Iterable[float | None], digits: int = 3) -> str:
     return f"{mean(finite):,.{digits}f}{spread}{lost}"
 
 
-def results_table(runs: Runs, arms: Iterable[str] | None = None) -> str:
+def results_table(runs: Runs) -> str:
     """The final figures of trainings, arm by arm."""
-    rows = []
-    for arm in runs if arms is None else arms:
-        of_arm = runs.get(arm, [])
-        rows.append(
-            [
-                f"`{arm}`",
-                format_values(run["eval_loss"] for run in of_arm),
-                format_values((run["max_logit"] for run in of_arm), 1),
-                format_values((run["spike_score"] for run in of_arm), 5),
-                f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
-            ]
-        )
+    rows = [
+        [
+            f"`{arm}`",
+            format_values(run["eval_loss"] for run in of_arm),
+            format_values((run["max_logit"] for run in of_arm), 1),
+            format_values((run["spike_score"] for run in of_arm), 5),
+            f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
+        ]
+        for arm, of_arm in runs.items()
+    ]
     head = ["arm", "final validation loss (nats per token)", "largest logit on the way", "spike score", "diverged"]
     return table(rows, head)
 
@@ -288,10 +291,20 @@ def points(curve: Sequence[Sequence]) -> list[tuple[float, float]]:
     return [(x, math.nan if y is None else y) for x, y in curve]
 
 
+def curves_over(runs: Runs, places: Iterable[tuple[float, str]], key: str) -> list[list[tuple[float, float]]]:
+    """For `plot_curves`, a curve for each seed over the numbers of `places`, pairs of a number and an arm."""
+    present = [(x, runs[arm]) for x, arm in places if arm in runs]
+    num_seeds = max((len(of_arm) for _, of_arm in present), default=0)
+    return [points([(x, of_arm[i][key]) for x, of_arm in present if i < len(of_arm)]) for i in range(num_seeds)]
+
+
 def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.0) -> bool:
     """
     Whether the mean of the first is below that of the second by more than `margin` and by more than twice the standard
-    error of the difference (Welch's, from the spread over seeds).
+    error of the difference (Welch's, from the spread over seeds). Infinite values have no spread: a mean with one is
+    above or below every other. What is not a number decides nothing.
     """
+    if not all(map(math.isfinite, (*first, *second))):
+        return sum(first) / len(first) < sum(second) / len(second)
     error = math.sqrt(sum(deviation(values) ** 2 / max(len(values), 1) for values in (first, second)))
     return mean(second) - mean(first) > max(margin, 2 * error)

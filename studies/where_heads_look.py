@@ -24,8 +24,8 @@ SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SOURCE_FIELD = "--model_name_or_path"
 NUM_BLOCKS = 8
 LENGTH = 512
-FAR = {"mhsa": 12, "ls": 12, PRETRAINED: 128}
-"""Keys as far away, or farther, are far: for the small models the window of `ls`."""
+FAR = 128
+"""Keys as far away, or farther, are far in the pretrained model; in the trained ones it is the window of `ls`."""
 
 
 class WhereHeadsLook(TrainingStudy):
@@ -39,8 +39,8 @@ need sparse attention only. Is that what trained models do?"""
     protocol = f"""\
 `mhsa` and `ls` are trained on the same text; `{PRETRAINED}` is SmolLM2-135M-Instruct as it was published, and its
 seeds are different blocks of text. The figures are means over layers, heads and {NUM_BLOCKS} blocks of {LENGTH} tokens
-of validation text, defined in docs/inspect.md. Far are keys {FAR["ls"]} tokens away or more, {FAR[PRETRAINED]} for
-`{PRETRAINED}`, whose published name or folder is `{SOURCE_FIELD}`."""
+of validation text, defined in docs/inspect.md. Far are keys that the window of `ls` does not reach (12 tokens at
+`micro`), and {FAR} tokens away or more for `{PRETRAINED}`, whose published name or folder is `{SOURCE_FIELD}`."""
     claims = {
         "near": Claim(
             "most attention is on near tokens",
@@ -83,7 +83,7 @@ of validation text, defined in docs/inspect.md. Far are keys {FAR["ls"]} tokens 
         blocks = pack(tokenize(load_texts(data)["validation"], tokenizer), LENGTH)
         start = (seed - 42) * NUM_BLOCKS
         rows = [row["input_ids"] for i, row in zip(range(start + NUM_BLOCKS), blocks) if i >= start]
-        return statistics_of(model, torch.stack([torch.as_tensor(row).long() for row in rows]), FAR[arm])
+        return statistics_of(model, torch.stack([torch.as_tensor(row).long() for row in rows]), FAR)
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
         """As of all trainings."""
@@ -92,7 +92,7 @@ of validation text, defined in docs/inspect.md. Far are keys {FAR["ls"]} tokens 
     def measure(self, folder: Path) -> dict:
         """The statistics of the trained model."""
         model = AutoModelForCausalLM.from_pretrained(folder)
-        return statistics_of(model, validation_blocks(folder, NUM_BLOCKS, LENGTH), FAR["ls"])
+        return statistics_of(model, validation_blocks(folder, NUM_BLOCKS, LENGTH), model.config.sliding_window)
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """See `claims`."""

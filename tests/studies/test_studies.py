@@ -15,7 +15,8 @@ import pytest
 import lsgpt_cli
 from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_lines, run_study, write_report
 from lsgpt.studies.learning_rates import arm_at, sensitivity
-from lsgpt.studies.study import NUM_POINTS, VERDICTS, format_values, is_below, spike_score, thin
+from lsgpt.studies.study import NUM_POINTS, VERDICTS, curves_over, format_values, is_below, spike_score, thin
+from lsgpt.training.train import largest
 
 
 ROOT = Path(__file__).parents[2]
@@ -221,9 +222,15 @@ def test_summaries():
     assert is_below([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
     assert not is_below([1.0, 3.0, 2.0], [2.0, 4.0, 3.0])
     assert not is_below([2.0, 2.1], [1.0, 1.1])
+    # A run that diverged is worse than any that did not, and what is not a number decides nothing.
+    assert is_below([1.0, 1.1], [0.5, math.inf])
+    assert not is_below([0.5, math.inf], [1.0, 1.1])
+    assert not is_below([1.0, math.nan], [2.0, 2.1]) and not is_below([2.0, 2.1], [1.0, math.nan])
+    assert curves_over(Runs(a=made_up([1.0, None])), [(1, "a"), (2, "b")], "eval_loss")[0] == [(1, 1.0)]
     assert format_values([1.0, 2.0, None]) == "1.500 ± 0.707 (1 not finite)"
     assert format_values([None]) == "not finite" and format_values([]) == "-"
     curve = [(step, float(step % 7)) for step in range(1, 1001)]
+    assert math.isnan(thin([(1, 3.0), (2, math.nan), (3, 1.0)], largest, num_points=1)[0][1])
     assert len(thin(curve, max)) <= NUM_POINTS and thin(curve, max)[-1][0] == 1000
     assert max(value for _, value in thin(curve, max)) == 6.0
     noise = [math.sin(i) for i in range(400)]
