@@ -19,6 +19,7 @@ def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
         "arm": arm,
         "seed": int(seed),
         "scale": scale,
+        "fields": list(fields),
         "seconds": round(time.perf_counter() - start, 1),
         "environment": describe_environment(),
         "values": values,

@@ -18,7 +18,7 @@ from .study import NOT_RUN, Finding, NotRunError, Runs, Study
 
 
 RUNS_FILE = "runs.jsonl"
-"""One line for each run that has ended: arm, seed, scale, seconds, environment, values."""
+"""One line for each run that has ended: arm, seed, scale, fields, seconds, environment, values."""
 
 FIELDS_FILE = "fields.json"
 
@@ -184,6 +184,7 @@ def write_report(study: Study, folder: str | Path) -> Path:
     seeds = {arm: len(values) for arm, values in runs.items()}
     scales = sorted({line["scale"] for line in lines})
     counts = sorted(set(seeds.values()))
+    command = " ".join(["lsgpt study", study.name, "--scale", scales[0], *lines[0]["fields"]])
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     seconds = sum(line["seconds"] for line in lines)
     report = f"""# {study.title}
@@ -202,7 +203,7 @@ What counts as seen and as the opposite was written down before the runs; anythi
 
 Scale {", ".join(scales)}: {len(lines)} runs of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
 {format_duration(seconds)} of computing, all runs added up. Figures are means ± sample standard deviations over seeds.
-Again: `lsgpt study {study.name} --scale {scales[0]}`; this page alone: `lsgpt study {study.name} --report FOLDER`.
+Again: `{command}`; this page alone: `lsgpt study {study.name} --report FOLDER`.
 
 ## Results
 

@@ -311,7 +311,9 @@ def tokenize(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
     """Maps the column `text` to `input_ids`, each document closed by the end-of-text token; `num_proc` processes."""
-    options = {"batched": True, "batch_size": 100, "remove_columns": documents.column_names}
+    # A stream's first block comes after a whole batch of documents, which may be books.
+    batch_size = 100 if isinstance(documents, Dataset) else 4
+    options = {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names}
     options["fn_kwargs"] = {"tokenizer": tokenizer}
     if isinstance(documents, Dataset):
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}

@@ -41,6 +41,7 @@ def report_of(study, runs, folder):
             "seed": seed,
             "scale": "micro",
             "seconds": 1.0,
+            "fields": [],
             "environment": {"system": "any"},
             "values": values,
         }
