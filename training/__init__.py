@@ -1,6 +1,7 @@
 """Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports, each of use alone elsewhere."""
 
 from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
+from .averaging import AVERAGES, AveragedWeightsCallback
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
@@ -10,6 +11,7 @@ from .callbacks import (
 )
 from .compare import compare
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
+from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
 from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
 from .plots import plot_max_logits
 from .report import write_report
@@ -19,8 +21,10 @@ from .train import LSGPTTrainer, build_trainer, run
 
 
 __all__ = [
+    "AVERAGES",
     "STABILIZERS",
     "Arguments",
+    "AveragedWeightsCallback",
     "BitsPerByte",
     "DataArguments",
     "LSGPTTrainer",
@@ -42,6 +46,8 @@ __all__ = [
     "collate_blocks",
     "compare",
     "count_bytes",
+    "exponentiated_loss",
+    "generalized_cross_entropy",
     "load_documents",
     "load_tokenizer",
     "make_parser",
@@ -50,6 +56,7 @@ __all__ = [
     "plot_max_logits",
     "qk_clip",
     "run",
+    "symmetric_cross_entropy",
     "token_losses",
     "tokenize",
     "train_tokenizer",

@@ -19,6 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 from lsgpt.configuration import LSGPTConfig, load_config, load_preset, load_recipe
 from lsgpt.utilities import suggest, with_unit
 
+from .averaging import AVERAGES, read_averaging
 from .stabilizers import STABILIZERS, config_fields, read_stabilizers
 
 
@@ -134,6 +135,13 @@ class RunArguments:
     )
     max_logit_threshold: float = field(default=100.0, metadata={"help": "A larger logit counts as an explosion."})
     on_explosion: str = field(default="warn", metadata={"help": "Then: warn, stop or clip."})
+    averaging: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": f"Average of the weights, one of {', '.join(AVERAGES)}: a name for the usual values, or "
+            "'{kind: ema, decay: 0.9999}' for others. It is evaluated, too, and saved in OUTPUT_DIR/averaged."
+        },
+    )
     stop_at_step: int | None = field(
         default=None,
         metadata={"help": "End the training after this step; the schedule still reaches to max_steps."},
@@ -145,6 +153,7 @@ class RunArguments:
 
     def __post_init__(self):
         self.stabilizers = read_stabilizers(_read_yaml(self.stabilizers))
+        self.averaging = read_averaging(_read_yaml(self.averaging))
 
 
 def _read_yaml(value):
@@ -364,6 +373,7 @@ def check_arguments(arguments: Arguments):
         )
     _check_trackers(training_args)
     _check_stabilizers(run_args, training_args, config)
+    _check_averaging(arguments)
 
 
 def _check_processes(args: TrainingArguments):
@@ -440,6 +450,19 @@ def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments,
         raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their scale")
 
 
+def _check_averaging(arguments: Arguments):
+    if arguments.run.averaging is None:
+        return
+    if arguments.model.trainable == "lora":
+        raise ValueError(
+            "`averaging` must not be combined with `trainable: lora`, whose adapters are merged at the end of the "
+            "run; in a script with PEFT, AveragedWeightsCallback averages adapters"
+        )
+    plugin = arguments.training.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError("`averaging` must not be combined with DeepSpeed's ZeRO-3; use DDP, FSDP2 or ZeRO-2")
+
+
 def check_license(license: str):
     """Raises `ValueError` for a licence that the Hub has no identifier for, with the nearest one."""
     if license not in LICENSES:
@@ -488,11 +511,15 @@ def _bytes_to_write(arguments: Arguments) -> int:
     args, folder = arguments.training, Path(arguments.training.output_dir)
     weights = 4 * arguments.build_config().num_parameters()
     size = weights if args.save_only_model else 3 * weights  # with two moments of Adam
+    averaged = 0  # the averaged model at the end
+    if averaging := arguments.run.averaging:
+        averaged = weights
+        size += AVERAGES[averaging["kind"]].copies * weights
     # A new checkpoint is written before an old one is deleted; those of the run so far already have their room.
     checkpoints = 0
     if args.save_strategy != "no":
         checkpoints = max((args.save_total_limit or 1) + 1 - len(list(folder.glob("checkpoint-*"))), 1)
-    return weights + checkpoints * size
+    return weights + averaged + checkpoints * size
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -194,9 +194,10 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
             plot_curves(folder / file, points, step, ylabel, **options)
             lines.append(f"![{title}]({file})\n")
 
-    losses = {"loss": "training", "eval_loss": "evaluation (held-out text)"}
+    averaged = "evaluation, averaged weights"
+    losses = {"loss": "training", "eval_loss": "evaluation (held-out text)", "eval_averaged_loss": averaged}
     curves("loss.png", "Training and evaluation loss", losses, "cross-entropy (nats per token)")
-    perplexity = {"eval_perplexity": "evaluation (held-out text)"}
+    perplexity = {"eval_perplexity": "evaluation (held-out text)", "eval_averaged_perplexity": averaged}
     curves("perplexity.png", "Evaluation perplexity", perplexity, "perplexity per token", log_y=True)
     kinds = {"max_logit_global": "global heads", "max_logit_local": "local heads"}
     threshold = recipe["max_logit_threshold"]
@@ -236,6 +237,8 @@ def format_results(results: dict) -> dict[str, str]:
         "peak memory of the training (process 0)": with_unit(results["peak_memory_bytes"], "B"),
         "wall time of the training since its last start, evaluation included (s)": f"{results['train_seconds']:.1f}",
     }
+    if results.get("eval_averaged_perplexity") is not None:
+        rows["evaluation perplexity with averaged weights"] = f"{results['eval_averaged_perplexity']:.2f}"
     if results["max_logit"] is not None:
         rows["largest attention logit seen in training"] = f"{results['max_logit']:.4g}"
     return rows

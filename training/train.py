@@ -28,6 +28,7 @@ from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import with_unit
 
 from .arguments import Arguments, DataArguments, RunArguments, make_folder
+from .averaging import AveragedWeightsCallback
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
@@ -282,6 +283,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         callbacks=_callbacks(arguments.run),
         optimizer_cls_and_kwargs=optimizer,
     )
+    if arguments.run.averaging is not None:
+        _callback(trainer, AveragedWeightsCallback).attach(trainer)
     trainer.save_card = save_card
     trainer.teacher, trainer.adapters = teacher, adapters
     trainer.sink_learning_rate = arguments.model.sink_learning_rate
@@ -401,6 +404,8 @@ def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
         callbacks.append(LogitTelemetryCallback(every_n_steps, run_args.max_logit_threshold, run_args.on_explosion))
     if run_args.stop_at_step:
         callbacks.append(StopAtStepCallback(run_args.stop_at_step))
+    if run_args.averaging is not None:
+        callbacks.append(AveragedWeightsCallback(**run_args.averaging))  # after QK-clip, which changes the weights
     return callbacks
 
 
@@ -492,6 +497,7 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
         "eval_loss": math.log(perplexity),
         "eval_perplexity": perplexity,
         "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
+        "eval_averaged_perplexity": evaluation.get("eval_averaged_perplexity"),
         "perplexity_before_training": next(
             (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
         ),
