@@ -10,7 +10,9 @@ def random_rows(with_mask: bool = False) -> list[dict]:
     return [{**row, "attention_mask": [1] * 40} for row in rows] if with_mask else rows
 
 
-def trainer_of(model, folder, *callbacks, trainer_type=Trainer, with_mask=False, **arguments) -> Trainer:
+def trainer_of(
+    model, folder, *callbacks, trainer_type=Trainer, with_mask=False, eval_dataset=None, **arguments
+) -> Trainer:
     """A quiet `Trainer` of six steps of two micro-batches, on the same random rows each time."""
     arguments = {
         "max_steps": 6,
@@ -25,4 +27,5 @@ def trainer_of(model, folder, *callbacks, trainer_type=Trainer, with_mask=False,
     }
     torch.manual_seed(0)
     args = TrainingArguments(folder, **arguments)
-    return trainer_type(model, args, train_dataset=random_rows(with_mask), callbacks=list(callbacks))
+    rows = random_rows(with_mask)
+    return trainer_type(model, args, train_dataset=rows, eval_dataset=eval_dataset, callbacks=list(callbacks))

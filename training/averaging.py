@@ -206,8 +206,6 @@ class AveragedWeightsCallback(TrainerCallback):
                 the evaluation of the raw weights.
         """
         others = [c for c in trainer.callback_handler.callbacks if isinstance(c, AveragedWeightsCallback)]
-        if self not in others:
-            trainer.add_callback(self)
         for other in others:
             if other is not self and (other.name == self.name or "averaged" in (other.evaluate, self.evaluate)):
                 raise ValueError(
@@ -215,6 +213,8 @@ class AveragedWeightsCallback(TrainerCallback):
                     f'`evaluate="averaged"`; got the names {other.name!r} and {self.name!r}, and for `evaluate` '
                     f"{other.evaluate!r} and {self.evaluate!r}"
                 )
+        if self not in others:
+            trainer.add_callback(self)
         if self._trainer is not trainer:
             self._trainer = trainer
             trainer.evaluation_loop = functools.partial(self._evaluation_loop, trainer, trainer.evaluation_loop)

@@ -97,6 +97,15 @@ def test_config_overrides_change_the_model(tmp_path):
         ("stabilizers: [qk_norm]", [], "did you mean 'qk-norm'"),
         ("stabilizers: [qk-norm, qk-clip]", [], "QK-clip must not be combined with QK-norm"),
         ("on_explosion: clip\nconfig_overrides: {qk_norm: true}", [], "QK-clip must not be combined with QK-norm"),
+        ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
+        ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got '1e0'"),
+        ("averaging: {kind: bema, decay: 0.9}", [], "the average bema has the settings .*; got 'decay'"),
+        (
+            "averaging: {decay: 0.9}",
+            [],
+            "`averaging` must be a kind, or a mapping of a kind and its settings, .*; got",
+        ),
+        ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
     ],
 )
@@ -107,9 +116,18 @@ def test_mistakes_are_explained(tmp_path, recipe, overrides, message, offline):
 
 def test_recipe_of_a_run_repeats_it(tmp_path):
     overrides = ["--config_overrides", "{sliding_window: 20}", "--learning_rate", "3e-5", "--seed", "7"]
+    overrides += ["--averaging", "{kind: bema, every_n_steps: 10, kappa: 4e-1}"]
     overrides += ["--stabilizers", "z-loss", "--lr_scheduler_kwargs", '{"num_cycles": 0.4}']
     arguments = parse_arguments("demo", overrides)
     assert arguments.recipe["learning_rate"] == 3e-5
+    assert arguments.recipe["averaging"] == {
+        "kind": "bema",
+        "every_n_steps": 10,
+        "kappa": 0.4,
+        "eta": 0.2,
+        "rho": 10.0,
+        "gamma": 1.0,
+    }
     assert str(arguments.recipe["warmup_steps"]) == "60"  # as the recipe has it, although the field is a float
     assert not {"output_dir", "resume_from_checkpoint", "remove_unused_columns"} & set(arguments.recipe)
     path = tmp_path / "recipe.yaml"
