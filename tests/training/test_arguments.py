@@ -103,7 +103,7 @@ def test_config_overrides_change_the_model(tmp_path):
         (
             "averaging: {decay: 0.9}",
             [],
-            "`averaging` must be a kind, or a mapping of a kind and its settings, .*; got",
+            "`averaging` must be a kind, or a mapping of a kind and .*; got",
         ),
         ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
