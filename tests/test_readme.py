@@ -66,6 +66,8 @@ def folder(tmp_path_factory):
     config = LSGPTConfig(vocab_size=400, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
     LSGPTForCausalLM(config).save_pretrained(folder / "runs" / "demo")
     tokenizer.save_pretrained(folder / "runs" / "demo")
+    paragraphs = [f"Paragraph {i} of the notes: {i * i} is the square of {i}." for i in range(20)]
+    (folder / "notes.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
     return folder
 
 
@@ -113,6 +115,19 @@ def test_code_in_docs(folder, page, numbers, expected, monkeypatch, capsys):
     for number in numbers:
         exec(blocks(page, "python")[number], {})
     assert expected in capsys.readouterr().out
+
+
+def test_code_of_averaging_and_losses(folder, monkeypatch, capsys):
+    """One block goes on with what another has made."""
+    monkeypatch.chdir(folder)
+    namespace = {}
+    for code in blocks("docs/averaging-and-losses.md", "python"):
+        exec(code, namespace)
+    output = capsys.readouterr().out
+    assert output.count("eval_averaged_loss") == 3 and "\nParagraph" in output
+    for name, average in namespace["averaging"].averages.items():
+        assert average.equal(namespace["averaged"].get_parameter(name))
+    assert (folder / "runs" / "notes" / "averaged-so-far" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import lsgpt.configuration
@@ -88,7 +89,10 @@ def one(tmp_path_factory):
     ],
 )
 def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter):
-    """Losses, gradient norms, logits and weights; also of runs that resume, diverge, clip heads or have a teacher."""
+    """
+    Losses, gradient norms, logits, weights and their averages; also of runs that resume, diverge, clip heads or have a
+    teacher.
+    """
     runs = {
         "plain": ["checkpoint-3", "checkpoint-6", "."],
         "resumed": ["."],
@@ -101,6 +105,9 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
     if name == "zero3":
         pytest.importorskip("deepspeed")
         del runs["clip"]  # DeepSpeed keeps weights of its own, and overwrites what others change
+    else:  # averages are refused with ZeRO-3
+        runs["plain"].append("averaged")
+        runs["resumed"].append("averaged")
     options = ["--num_processes", "2", "--main_process_port", "0"]
     launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options)
     for kind in runs:
@@ -120,6 +127,10 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
             assert found == pytest.approx(expected, rel=1e-5), kind
             # Or else clipping gradients would not have been tried.
             assert kind in ("clip", "taught") or found["grad_norm"] > 1
+        for expected, found in zip(alone["evaluations"], together["evaluations"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), kind
+            assert abs(found["eval_loss"] - found["eval_averaged_loss"]) > 1e-3
+        assert len(together["evaluations"]) == 2 * ("averaged" in checkpoints)
         if kind == "clip":
             assert [log["heads_over_threshold"] for log in together["history"]][:2] == [12, 4]
         if kind == "taught":
@@ -128,6 +139,14 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
             assert {"max_logit", "max_logit/layer_0", "max_logit/layer_1"} <= set(together["history"][0])
         for checkpoint in checkpoints:
             assert_same_checkpoint(two / checkpoint, one / kind / checkpoint)
+    if name != "zero3":
+        whole, resumed = (
+            load_file(tmp_path / "two" / kind / "averaged" / "model.safetensors") for kind in list(runs)[:2]
+        )
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+        files = [file.name for file in (tmp_path / "two" / "plain" / "checkpoint-3").glob("averaged*")]
+        shards = ["averaged-00001-of-00002.safetensors", "averaged-00002-of-00002.safetensors"]
+        assert sorted(files) == (shards if name == "fsdp2" else ["averaged.safetensors"])
     assert "the loss of step 3 is not finite, the first bad numbers come from a batch of another process" in output
     assert "the loss of step 3 is not finite, the first bad numbers come from `model.layers.1.mlp.down_proj`" in output
 

@@ -122,6 +122,38 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
         assert results[name] == wanted[name], name
 
 
+def test_a_run_with_averaged_weights(train, recipe, tmp_path):
+    """The run itself is as without; one that was ended in between goes on with the same averages, to the bit."""
+    plain, whole, ended = tmp_path / "plain", tmp_path / "whole", tmp_path / "ended"
+    train(recipe(), "--output_dir", plain)
+    file = recipe(averaging={"kind": "ema-warmup", "decay": 0.8})
+    train(file, "--output_dir", whole)
+    assert logged(whole) == logged(plain)
+    assert_equal_weights(whole, plain)
+    train(file, "--output_dir", ended, "--stop_at_step", 12)
+    train("--resume_from_checkpoint", ended, "--stop_at_step", 16)
+    assert_equal_weights(ended, whole)
+    assert_equal_weights(ended / "averaged", whole / "averaged")
+
+    results, without = (json.loads((folder / "results.json").read_text()) for folder in (whole, plain))
+    averaged = results["eval_averaged_perplexity"]
+    assert without["eval_averaged_perplexity"] is None
+    for name in ("eval_perplexity", "loss_by_position"):
+        assert results[name] == without[name]
+    logs = [log for log in read_metrics(whole / "metrics.jsonl") if "eval_averaged_perplexity" in log]
+    assert [log["step"] for log in logs] == [8, 16] and logs[-1]["eval_averaged_perplexity"] == averaged
+    report = (whole / "report.md").read_text(encoding="utf-8")
+    assert f"| evaluation perplexity with averaged weights | {averaged:.2f} |" in report
+    # The figure is that of the folder with the averaged model, which is whole.
+    arguments = parse_arguments(
+        whole / "recipe.yaml", ["--output_dir", str(tmp_path / "again"), "--averaging", "null"]
+    )
+    trainer = build_trainer(arguments)
+    trainer.model = trainer.model_wrapped = AutoModelForCausalLM.from_pretrained(whole / "averaged")
+    assert trainer.evaluate()["eval_perplexity"] == pytest.approx(averaged, rel=1e-6)
+    assert AutoTokenizer.from_pretrained(whole / "averaged").get_vocab() == trainer.processing_class.get_vocab()
+
+
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     program = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
+from lsgpt.training import AveragedWeightsCallback, LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
 from lsgpt.training.healing import measure_perplexity
 
 
@@ -31,7 +31,8 @@ def rows() -> list[dict]:
 
 def train(folder: str | Path, kind: str):
     """
-    A run of 6 steps; leaves checkpoints and `history.json` in `folder`.
+    A run of 6 steps; leaves checkpoints and `history.json` in `folder`. The runs `plain` and `resumed` average their
+    weights and evaluate, except with DeepSpeed.
 
     Args:
         folder: Where to.
@@ -42,8 +43,14 @@ def train(folder: str | Path, kind: str):
     processes = int(os.environ.get("WORLD_SIZE", 1))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
     is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    is_averaged = kind in ("plain", "resumed") and not is_deepspeed
+    checkpoint = str(Path(folder).with_name("plain") / "checkpoint-3") if kind == "resumed" else None
     args = TrainingArguments(
         str(folder),
+        resume_from_checkpoint=checkpoint,
+        eval_strategy="steps" if is_averaged else "no",
+        eval_steps=3,
+        per_device_eval_batch_size=1,  # the loss is a mean over batches, which are then the same
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE // processes,
         gradient_accumulation_steps=ACCUMULATION,
@@ -81,7 +88,10 @@ def train(folder: str | Path, kind: str):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     telemetry = LogitTelemetryCallback(1, threshold=8.0, on_explosion="clip" if kind == "clip" else "warn")
     trainer_class = LSGPTTrainer if kind == "taught" else Trainer
-    trainer = trainer_class(model, args, train_dataset=rows(), callbacks=[telemetry, StopOnBadLossCallback()])
+    callbacks = [telemetry, StopOnBadLossCallback()]
+    trainer = trainer_class(model, args, train_dataset=rows(), eval_dataset=rows()[:8], callbacks=callbacks)
+    if is_averaged:
+        AveragedWeightsCallback("ema", decay=0.5).attach(trainer)
     perplexity = None
     if kind == "taught":
         torch.manual_seed(2)
@@ -93,8 +103,7 @@ def train(folder: str | Path, kind: str):
         model.model.layers[1].mlp.down_proj.register_forward_hook(
             lambda module, inputs, output: output * (float("inf") if trainer.state.global_step == 2 else 1.0)
         )
-    checkpoint = Path(folder).with_name("plain") / "checkpoint-3" if kind == "resumed" else None
-    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         how = {
@@ -104,7 +113,9 @@ def train(folder: str | Path, kind: str):
             "parameter": type(model.lm_head.weight).__name__,
         }
         history = [log for log in trainer.state.log_history if "loss" in log]
-        result = {"how": how, "history": history, "perplexity": perplexity}
+        names = ("step", "eval_loss", "eval_averaged_loss")
+        evaluations = [{name: log[name] for name in names} for log in trainer.state.log_history if "eval_loss" in log]
+        result = {"how": how, "history": history, "evaluations": evaluations, "perplexity": perplexity}
         Path(folder, "history.json").write_text(json.dumps(result), encoding="utf-8")
 
 
