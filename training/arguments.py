@@ -460,7 +460,7 @@ def _check_averaging(arguments: Arguments):
         )
     plugin = arguments.training.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError("`averaging` must not be combined with DeepSpeed's ZeRO-3; use DDP, FSDP2 or ZeRO-2")
+        raise ValueError("`averaging` must not be combined with DeepSpeed's ZeRO-3; use DDP or FSDP2")
 
 
 def check_license(license: str):

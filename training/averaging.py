@@ -28,29 +28,18 @@ from lsgpt.utilities import suggest
 
 
 class Average(NamedTuple):
-    """A kind of average: its settings with their defaults, how often it holds the weights, and what it is."""
+    """The settings of a kind of average with their defaults, and how many copies of the weights it keeps."""
 
     defaults: dict[str, float]
     copies: int
-    meaning: str
-    source: str
 
 
 AVERAGES = {
-    "ema": Average({"every_n_steps": 1, "decay": 0.999}, 1, "exponential moving average", "torch.optim.swa_utils"),
-    "ema-warmup": Average(
-        {"every_n_steps": 1, "decay": 0.9999},
-        1,
-        "the same, whose n-th update has the decay (1 + n) / (10 + n) as long as that is smaller",
-        "tf.train.ExponentialMovingAverage",
-    ),
-    "bema": Average(
-        {"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0},
-        3,
-        "bias-corrected exponential moving average",
-        "arXiv:2508.00180",
-    ),
+    "ema": Average({"every_n_steps": 1, "decay": 0.999}, 1),
+    "ema-warmup": Average({"every_n_steps": 1, "decay": 0.9999}, 1),
+    "bema": Average({"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0}, 3),
 }
+"""The kinds, see `AveragedWeightsCallback`; the defaults of BEMA are those of arXiv:2508.00180."""
 
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
 """At least the first number and below the second. With a `rho` of 1 or more, no update of BEMA weighs over 1."""
@@ -371,7 +360,7 @@ class AveragedWeightsCallback(TrainerCallback):
         """
         file_name, weights = self._file_name(args, model), _trained_weights(model)
         folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-        if isinstance(args.resume_from_checkpoint, str):
+        if isinstance(args.resume_from_checkpoint, str | os.PathLike):
             folders.insert(0, Path(args.resume_from_checkpoint))
         fingerprint = _fingerprint(weights)
         for folder in folders:
@@ -404,8 +393,8 @@ class AveragedWeightsCallback(TrainerCallback):
 def _check_run(state, model: nn.Module):
     if is_deepspeed_zero3_enabled():
         raise ValueError(
-            "averages of the weights must not be combined with DeepSpeed's ZeRO-3, which lets no process see a whole "
-            "weight or a fixed part of it; use DDP, FSDP2 or ZeRO-2"
+            "averages of the weights must not be combined with DeepSpeed's ZeRO-3, which keeps the weights apart from "
+            "the model between its steps; use DDP or FSDP2"
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("`fsdp_version` must be 2 for averages of the weights; got 1, which flattens them")

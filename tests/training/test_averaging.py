@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from trainers import random_rows, trainer_of
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from lsgpt.training import AveragedWeightsCallback, parse_arguments
+from lsgpt.training import AVERAGES, AveragedWeightsCallback, parse_arguments
 
 
 SETTINGS = [
@@ -29,6 +30,14 @@ def gpt2(seed=0, **values) -> GPT2LMHeadModel:
     """A small GPT-2 with dropout, so that random numbers count; its output matrix is its embedding."""
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=2, **values))
+
+
+def test_the_documented_defaults_are_those_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "averaging-and-losses.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip("` "): cells[3] for line in text.splitlines() if len(cells := line.split("|")) == 5}
+    for kind, average in AVERAGES.items():
+        expected = {f"`{name}` {value:g}" for name, value in average.defaults.items()}
+        assert set(rows[kind].strip().split(", ")) == expected
 
 
 class Remember(TrainerCallback):
