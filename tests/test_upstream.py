@@ -148,6 +148,22 @@ def test_trainer_save_model_pushes_unless_it_is_an_internal_call(trainer, monkey
     assert len(pushes) == 1
 
 
+def test_trainer_names_the_description_and_the_prefix_for_its_evaluation_loop(trainer):
+    instance, seen = trainer(), []
+    loop = instance.evaluation_loop
+
+    def evaluation_loop(dataloader, **options):
+        seen.append((options["description"], options["metric_key_prefix"]))
+        return loop(dataloader, **options)
+
+    instance.evaluation_loop = evaluation_loop
+    rows = [{"input_ids": [1, 2]}]
+    instance.evaluate(rows, metric_key_prefix="mine")
+    instance.evaluate({"first": rows})
+    instance.predict(rows)
+    assert seen == [("Evaluation", "mine"), ("Evaluation", "eval_first"), ("Prediction", "test")]
+
+
 def test_trainer_asks_the_methods_that_are_overridden(trainer):
     seen = []
 
@@ -222,6 +238,24 @@ def test_fsdp2_puts_a_class_of_torchs_before_the_models_own():
         first, second = type(model).__mro__[:2]
         assert first.__module__.startswith("torch.") and second.__module__.startswith("torch.distributed.")
         assert nn.Linear in type(model).__mro__
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_keeps_the_outermost_module_whole_after_a_forward_until_it_reshards():
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model, inputs = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh), torch.ones(1, 2)
+        with torch.no_grad():
+            assert model(inputs).any() and not isinstance(model.weight, DTensor)
+            model.reshard()
+            assert isinstance(model.weight, DTensor)
+            model.weight.detach().to_local().zero_()
+            assert not model(inputs).any()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import HfDeepSpeedConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from trainers import random_rows, trainer_of
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.integrations import deepspeed
 
 from lsgpt.training import AVERAGES, AveragedWeightsCallback, parse_arguments
 
@@ -398,14 +400,15 @@ def test_models_that_do_not_fit(tmp_path):
 
 
 def test_zero3_is_refused(tmp_path):
-    pytest.importorskip("deepspeed")
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: PLC0415 (optional)
-
+    """Here Transformers only believes that it is used: DeepSpeed itself may not be installed."""
     trainer = trainer_of(gpt2(), tmp_path)
-    config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
-    with pytest.raises(ValueError, match="must not be combined with DeepSpeed's ZeRO-3"):
-        AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    del config  # Transformers knows it for as long as it is there
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    deepspeed.set_hf_deepspeed_config(config)
+    try:
+        with pytest.raises(ValueError, match="must not be combined with DeepSpeed's ZeRO-3"):
+            AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
 
 
 def test_hyperparameter_search_is_refused(tmp_path):
