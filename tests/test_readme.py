@@ -120,11 +120,12 @@ def test_code_in_docs(folder, page, numbers, expected, monkeypatch, capsys):
 def test_code_of_averaging_and_losses(folder, monkeypatch, capsys):
     """One block goes on with what another has made."""
     monkeypatch.chdir(folder)
-    namespace = {}
+    namespace = {"__name__": "__main__"}
     for code in blocks("docs/averaging-and-losses.md", "python"):
         exec(code, namespace)
     output = capsys.readouterr().out
-    assert output.count("eval_averaged_loss") == 3 and "\nParagraph" in output
+    assert len(re.findall(r"^\d+ eval_loss [\d.]+ eval_averaged_loss [\d.]+$", output, re.MULTILINE)) == 3
+    assert "\nParagraph" in output
     for name, average in namespace["averaging"].averages.items():
         assert average.equal(namespace["averaged"].get_parameter(name))
     assert (folder / "runs" / "notes" / "averaged-so-far" / "tokenizer.json").is_file()
