@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import HfDeepSpeedConfig
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
