@@ -141,7 +141,7 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         if causal and logits.ndim == 3:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         labels = labels.flatten().to(logits.device)
-        total = 0.0
+        total = torch.zeros((), device=logits.device)
         for chunk in zip(logits.flatten(0, -2).split(CHUNK_SIZE), labels.split(CHUNK_SIZE)):
             # Computed again in the backward pass: what cross-entropy keeps for it is as large as the logits.
             total = total + checkpoint(sum_of, *chunk, use_reentrant=False, preserve_rng_state=False)

@@ -50,7 +50,7 @@ def train(folder: str | Path, kind: str):
         resume_from_checkpoint=checkpoint,
         eval_strategy="steps" if is_averaged else "no",
         eval_steps=3,
-        per_device_eval_batch_size=1,  # the loss is a mean over batches, which are then the same
+        per_device_eval_batch_size=1,
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE // processes,
         gradient_accumulation_steps=ACCUMULATION,
@@ -89,7 +89,9 @@ def train(folder: str | Path, kind: str):
     telemetry = LogitTelemetryCallback(1, threshold=8.0, on_explosion="clip" if kind == "clip" else "warn")
     trainer_class = LSGPTTrainer if kind == "taught" else Trainer
     callbacks = [telemetry, StopOnBadLossCallback()]
-    trainer = trainer_class(model, args, train_dataset=rows(), eval_dataset=rows()[:8], callbacks=callbacks)
+    # The Trainer's loss of an evaluation is a mean over batches: with as many labels each, that over rows.
+    held_out = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()[:8]]
+    trainer = trainer_class(model, args, train_dataset=rows(), eval_dataset=held_out, callbacks=callbacks)
     if is_averaged:
         AveragedWeightsCallback("ema", decay=0.5).attach(trainer)
     perplexity = None
