@@ -1,0 +1,647 @@
+"""
+SofT-GRPO (arXiv:2511.06411): reinforcement learning of soft thinking, on TRL's `GRPOTrainer`.
+
+While it thinks, the model does not choose one token per step. The next input is a mixture of the embeddings of the k
+most likely tokens, with weights that Gumbel noise makes random; after the end-of-thinking token, tokens are sampled
+as usual. Given the noisy log-probabilities `u` of a step, its log-probability under other weights follows from the
+density of the noise `u - log p`, and that is what GRPO needs.
+
+Here: the equations as functions of tensors, `generate_soft_thinking` for any decoder that takes `inputs_embeds`, and
+`SoftGRPOTrainer` with `SoftGRPOConfig`. Shapes: B sequences, P tokens of a prompt, C of a completion, V of the
+vocabulary, k candidates of a step, D dimensions of an embedding. Needs TRL, so `lsgpt.training` does not import it.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models import unwrap_model_for_generation
+    from trl.trainer.utils import pad
+except ImportError as error:
+    raise ImportError("SofT-GRPO needs the package trl: pip install 'lsgpt[rl]'") from error
+
+
+SMALLEST_PROBABILITY = 1e-6
+"""Added to the probability of every candidate before the logarithm, as the authors' code does."""
+
+GUMBEL_BOUNDS = (-1.5, 3.0)
+"""What the noise is clamped to, when it is drawn and when it is scored."""
+
+LOWEST_LOG_PROBABILITY = -3.0
+"""Candidates that are less likely than this do not count in the log-probability of a step."""
+
+
+# The equations
+
+
+def select_candidates(
+    logits: torch.Tensor, top_k: int = 5, top_p: float = 0.95, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The `top_k` most likely tokens and their probabilities, cut to the most likely ones that have `top_p` together.
+
+    Args:
+        logits: `(..., V)`.
+        top_k: Number of candidates k, or V where that is less.
+        top_p: Share of the candidates' probability to keep, in (0, 1]; the most likely one is always kept.
+        temperature: Divides the logits.
+
+    Returns:
+        Token ids `(..., k)`, the most likely first, and their probabilities `(..., k)`, which sum to 1 and are 0 for
+        those that `top_p` cuts off.
+    """
+    values, ids = (_in_float32(logits) / temperature).topk(min(top_k, logits.shape[-1]))
+    probabilities = values.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= top_p, 0)
+    return ids, probabilities / probabilities.sum(-1, keepdim=True)
+
+
+def add_gumbel_noise(
+    probabilities: torch.Tensor, noise_factor: float = 1.0, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """
+    The noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of the candidates, with g from the standard
+    Gumbel distribution, clamped to [-1.5, 3].
+
+    Args:
+        probabilities: `(..., k)`.
+        noise_factor: 0 for none.
+        generator: Of the device of `probabilities`; PyTorch's own by default.
+    """
+    gumbel = -torch.empty_like(probabilities).exponential_(generator=generator).log()
+    return (probabilities + SMALLEST_PROBABILITY).log() + noise_factor * gumbel.clamp(*GUMBEL_BOUNDS)
+
+
+def soft_weights(noisy_log_probs: torch.Tensor, gumbel_temperature: float = 0.1) -> torch.Tensor:
+    """The weights `softmax(u / tau)` `(..., k)` of the candidates' embeddings; the lower tau, the closer to one."""
+    return (noisy_log_probs / gumbel_temperature).softmax(-1)
+
+
+def soft_log_probs(
+    logits: torch.Tensor, candidate_ids: torch.Tensor, noisy_log_probs: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """
+    The log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of the
+    noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
+
+    The gradient flows through p, the probabilities of the candidates alone, which sum to 1. Of more than 20
+    candidates, none may be likely enough; the log-probability is 0 then.
+
+    Args:
+        logits: `(..., V)`.
+        candidate_ids: `(..., k)`, as they were in the rollout.
+        noisy_log_probs: u `(..., k)`, as they were in the rollout.
+        temperature: Divides the logits, as in the rollout.
+
+    Returns:
+        `(...)`.
+    """
+    probabilities = (_in_float32(logits).gather(-1, candidate_ids) / temperature).softmax(-1)
+    log_probs = (probabilities + SMALLEST_PROBABILITY).log()
+    gumbel = (noisy_log_probs - log_probs).clamp(*GUMBEL_BOUNDS)
+    is_counted = log_probs > LOWEST_LOG_PROBABILITY
+    density = (-gumbel - (-gumbel).exp()) * is_counted
+    return density.sum(-1) / is_counted.sum(-1).clamp(min=1)
+
+
+def completion_log_probs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    noisy_log_probs: torch.Tensor,
+    is_soft: torch.Tensor,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """
+    The log-probability of each step of completions: `soft_log_probs` where it is soft, the usual one of its token
+    elsewhere.
+
+    Args:
+        logits: `(B, C, V)`, those that each step was drawn from.
+        token_ids: `(B, C)`.
+        candidate_ids: `(B, C, k)`.
+        noisy_log_probs: `(B, C, k)`.
+        is_soft: `(B, C)`.
+        temperature: Divides the logits.
+
+    Returns:
+        `(B, C)`.
+    """
+    soft = soft_log_probs(logits, candidate_ids, noisy_log_probs, temperature)
+    discrete = (_in_float32(logits) / temperature).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
+    return torch.where(is_soft, soft, discrete)
+
+
+@torch.no_grad()
+def embed_steps(
+    embeddings: nn.Module,
+    token_ids: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    noisy_log_probs: torch.Tensor,
+    is_soft: torch.Tensor,
+    gumbel_temperature: float = 0.1,
+) -> torch.Tensor:
+    """
+    What the model gets as input after each step, `(B, C, D)`: the mixture of the candidates' embeddings after a soft
+    one, the embedding of the token after any other. Without a gradient.
+
+    Args:
+        embeddings: The model's `get_input_embeddings()`.
+        token_ids: `(B, C)`.
+        candidate_ids: `(B, C, k)`.
+        noisy_log_probs: `(B, C, k)`.
+        is_soft: `(B, C)`.
+        gumbel_temperature: tau.
+    """
+    candidates = embeddings(candidate_ids)
+    weights = soft_weights(noisy_log_probs, gumbel_temperature).to(candidates.dtype)
+    mixed = (weights[..., None] * candidates).sum(-2)
+    return torch.where(is_soft[..., None], mixed, embeddings(token_ids))
+
+
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
+    """Half precision is not enough for logarithms of probabilities; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# Generation
+
+
+class SoftRollout(NamedTuple):
+    """Completions of `generate_soft_thinking`. Where a step is not soft, its candidates and noise are 0."""
+
+    token_ids: torch.Tensor
+    """`(B, C)`: the visible tokens; of a soft step, the one with the largest weight; padding after the end."""
+    mask: torch.Tensor
+    """`(B, C)`: which of them belong to the completion, the end-of-sequence token included."""
+    candidate_ids: torch.Tensor
+    """`(B, C, k)`."""
+    noisy_log_probs: torch.Tensor
+    """u, `(B, C, k)`, in float32."""
+    is_soft: torch.Tensor
+    """`(B, C)`: steps whose embedding is a mixture. The end-of-thinking token and all that follow it are not."""
+    is_forced: torch.Tensor
+    """`(B, C)`: end-of-thinking tokens that `max_thinking_tokens` put there, not the model."""
+
+
+@torch.no_grad()
+def generate_soft_thinking(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    end_of_thinking_id: int,
+    max_new_tokens: int = 512,
+    max_thinking_tokens: int | None = None,
+    temperature: float = 1.0,
+    top_k: int = 5,
+    top_p: float = 0.95,
+    gumbel_temperature: float = 0.1,
+    noise_factor: float = 1.0,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int = 0,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> SoftRollout:
+    """
+    Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it.
+
+    The model is used in the mode that it is in: call `model.eval()` first if it has dropout.
+
+    Args:
+        model: Any decoder whose `forward` takes `inputs_embeds`.
+        input_ids: Prompts `(B, P)`, padded on the left.
+        attention_mask: `(B, P)`, 0 for padding; without it, nothing is padding.
+        end_of_thinking_id: The token that ends the thinking, see `find_end_of_thinking`.
+        max_new_tokens: Length C at which a completion ends in any case.
+        max_thinking_tokens: After so many soft steps, the end-of-thinking token is put in; by default, never.
+        temperature: Divides the logits, while thinking and after it.
+        top_k: Number of candidates k, while thinking and after it.
+        top_p: Share of their probability to keep, while thinking and after it.
+        gumbel_temperature: tau of the weights of a soft step.
+        noise_factor: Scale of the Gumbel noise; 0 for soft thinking without noise.
+        eos_token_id: The token or tokens that end a completion; those of `model.generation_config` by default.
+        pad_token_id: What follows in a completion that ended before others.
+        generator: Of the model's device; PyTorch's own by default.
+        use_cache: Whether to keep keys and values; without, every step computes the whole sequence again.
+
+    Raises:
+        ValueError: A value out of range, padding that is not on the left, or a model that cannot do this.
+    """
+    check_sampling(temperature, top_k, top_p, gumbel_temperature, noise_factor, max_thinking_tokens)
+    check_decoder(model)
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1; got {max_new_tokens}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if not attention_mask[:, -1].all():
+        raise ValueError("`input_ids` must be padded on the left: set `tokenizer.padding_side = 'left'`")
+    if eos_token_id is None:
+        eos_token_id = model.generation_config.eos_token_id
+    eos_token_ids = torch.tensor([] if eos_token_id is None else eos_token_id, dtype=torch.long).to(input_ids.device)
+
+    embeddings = model.get_input_embeddings()
+    inputs_embeds, past_key_values = embeddings(input_ids), None
+    is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
+    is_running = is_thinking
+    steps = []
+    for length in range(max_new_tokens):
+        options = {"past_key_values": past_key_values, "use_cache": use_cache}
+        outputs = _run_decoder(model, model, inputs_embeds, attention_mask, 1, **options)
+        ids, probabilities = select_candidates(outputs.logits[:, -1], top_k, top_p, temperature)
+        noisy = add_gumbel_noise(probabilities, noise_factor, generator)
+        sampled = torch.multinomial(probabilities, 1, generator=generator)
+        chosen = torch.where(is_thinking[:, None], noisy.argmax(-1, keepdim=True), sampled)
+        token_ids = ids.gather(-1, chosen)[:, 0]
+        is_forced = torch.zeros_like(is_thinking)
+        if max_thinking_tokens is not None and length >= max_thinking_tokens:
+            is_forced = is_thinking & is_running
+        token_ids = token_ids.masked_fill(is_forced, end_of_thinking_id).masked_fill(~is_running, pad_token_id)
+        is_soft = is_thinking & is_running & (token_ids != end_of_thinking_id)
+        ids, noisy = ids.masked_fill(~is_soft[:, None], 0), noisy.masked_fill(~is_soft[:, None], 0)
+        steps.append(SoftRollout(token_ids, is_running, ids, noisy, is_soft, is_forced))
+
+        is_thinking = is_thinking & (token_ids != end_of_thinking_id)
+        is_running = is_running & ~torch.isin(token_ids, eos_token_ids)
+        if not is_running.any():
+            break
+        step = (x[:, None] for x in (token_ids, ids, noisy, is_soft))
+        next_embeds = embed_steps(embeddings, *step, gumbel_temperature)
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        if use_cache:
+            inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
+            if past_key_values is None:
+                raise ValueError(
+                    "`use_cache` must be False for a model that returns no cache, as with gradient checkpointing in "
+                    "training mode; call `model.gradient_checkpointing_disable()` or pass `use_cache=False`"
+                )
+        else:
+            inputs_embeds = torch.cat([inputs_embeds, next_embeds], dim=1)
+    return SoftRollout(*(torch.stack(tensors, dim=1) for tensors in zip(*steps)))
+
+
+def _run_decoder(
+    model: nn.Module,
+    decoder: PreTrainedModel,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    **options: Any,
+) -> Any:
+    """
+    The outputs for the last `inputs_embeds`, with at least the logits of the last `logits_to_keep` positions.
+
+    Positions count real tokens, so that padding changes nothing, whatever kind of positions the model has.
+
+    Args:
+        model: The decoder, or what a trainer wraps it in.
+        decoder: The decoder itself.
+        inputs_embeds: `(B, T, D)`.
+        attention_mask: `(B, past + T)`.
+        logits_to_keep: Number of positions.
+        **options: More arguments of `forward`.
+    """
+    position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs_embeds.shape[1] :]
+    known = _forward_parameters(decoder)
+    for name, value in (("position_ids", position_ids), ("logits_to_keep", logits_to_keep)):
+        if name in known:
+            options[name] = value
+    return model(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **options)
+
+
+# Checks
+
+
+def check_sampling(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    gumbel_temperature: float,
+    noise_factor: float,
+    max_thinking_tokens: int | None,
+):
+    """Raises `ValueError` for settings of soft thinking that are out of range."""
+    rules = (
+        ("temperature", temperature, temperature > 0, "positive"),
+        ("top_k", top_k, top_k >= 1, "at least 1"),
+        ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+        ("gumbel_temperature", gumbel_temperature, gumbel_temperature > 0, "positive"),
+        ("noise_factor", noise_factor, noise_factor >= 0, "0 (no noise) or more"),
+        (
+            "max_thinking_tokens",
+            max_thinking_tokens,
+            max_thinking_tokens is None or max_thinking_tokens >= 0,
+            "0 or more, or None for no limit",
+        ),
+    )
+    for name, value, is_allowed, rule in rules:
+        if not is_allowed:
+            raise ValueError(f"`{name}` must be {rule}; got {value}")
+
+
+def check_decoder(model: nn.Module):
+    """Raises `ValueError` for a model that is no decoder, or whose `forward` takes no `inputs_embeds`."""
+    config = getattr(model, "config", None)
+    if "inputs_embeds" not in _forward_parameters(model) or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            "`model` must be a decoder whose `forward` takes `inputs_embeds`, because a soft step has no token id; "
+            f"got {type(model).__name__}"
+        )
+
+
+def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:
+    """
+    The id of the end-of-thinking token.
+
+    Raises:
+        ValueError: The tokenizer does not have `token` as one token.
+    """
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(
+            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Name the one that ends the "
+            "thinking of this model, or add one with `tokenizer.add_tokens` and `model.resize_token_embeddings`, and "
+            "teach the model to use it first"
+        )
+    return ids[0]
+
+
+HOOKS = {
+    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
+    "_generate_and_score_completions": ("inputs",),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ),
+    "_compute_loss": ("model", "inputs"),
+}
+"""The methods of TRL's trainer that are overridden here, and the first of their parameters."""
+
+
+def check_hooks(trainer_class: type = GRPOTrainer):
+    """Raises `ImportError` if TRL's trainer does not have the methods of `HOOKS`, with these parameters."""
+    for name, expected in HOOKS.items():
+        method = getattr(trainer_class, name, None)
+        found = tuple(inspect.signature(method).parameters)[1:] if method is not None else ()
+        if found[: len(expected)] != expected:
+            raise ImportError(
+                f"SofT-GRPO overrides `{trainer_class.__name__}.{name}`, whose parameters differ in trl "
+                f"{version('trl')}; install a version that it works with: pip install 'lsgpt[rl]'"
+            )
+
+
+def _forward_parameters(model: nn.Module) -> set[str]:
+    """The names of the arguments of `forward`, also of a model with a PEFT adapter."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(inspect.signature(type(model).forward).parameters)
+
+
+# Training
+
+
+@dataclass
+class SoftGRPOConfig(GRPOConfig):
+    """
+    TRL's `GRPOConfig` with four fields for soft thinking, and with the published values as defaults: those of the
+    paper's script, or of verl where the script has none. Lengths and batch sizes are TRL's.
+
+    Raises:
+        ValueError: A value out of range, or an option of TRL that this trainer's own generation does not have.
+    """
+
+    gumbel_temperature: float = field(
+        default=0.1, metadata={"help": "Temperature tau of the weights of a soft step, positive."}
+    )
+    noise_factor: float = field(
+        default=1.0, metadata={"help": "Scale of the Gumbel noise of a soft step, 0 or more; published: 1."}
+    )
+    end_of_thinking: str = field(
+        default="</think>", metadata={"help": "The token of the tokenizer that ends the soft thinking."}
+    )
+    max_thinking_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of soft steps after which the end-of-thinking token is put in. It is not trained on "
+            "then. By default, only `max_completion_length` limits the thinking."
+        },
+    )
+
+    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, while thinking and after it."})
+    top_k: int = field(default=5, metadata={"help": "Number of candidates, while thinking and after it; at least 1."})
+    top_p: float = field(
+        default=0.95, metadata={"help": "Share of their probability to keep, while thinking and after it."}
+    )
+    beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence from the reference model."})
+    epsilon: float = field(default=0.2, metadata={"help": "The ratio is clipped to [1 - epsilon, 1 + epsilon]."})
+    delta: float | None = field(
+        default=3.0, metadata={"help": "Bound of the ratio where the advantage is negative (dual clip)."}
+    )
+    loss_type: str = field(default="bnpo", metadata={"help": "`bnpo` is the mean over the tokens of a batch."})
+    use_bias_correction_kl: bool = field(
+        default=False, metadata={"help": "Whether the ratio multiplies the KL divergence; published: no."}
+    )
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the learning rate."})
+    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of AdamW."})
+
+    def __post_init__(self):
+        check_sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.gumbel_temperature,
+            self.noise_factor,
+            self.max_thinking_tokens,
+        )
+        unsupported = {
+            "use_vllm": False,
+            "use_transformers_continuous_batching": False,
+            "use_transformers_paged": False,
+            "min_p": None,
+            "repetition_penalty": 1.0,
+            "generation_kwargs": None,
+            "cache_implementation": None,
+        }
+        for name, default in unsupported.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(
+                    f"`{name}` must be {default}, because soft thinking has a generation of its own that does not "
+                    f"support it; got {value!r}"
+                )
+        super().__post_init__()
+
+
+class SoftGRPOTrainer(GRPOTrainer):
+    """
+    TRL's `GRPOTrainer` with soft-thinking rollouts, for any decoder that takes `inputs_embeds`.
+
+    All inputs are detached, as published: where input and output embeddings are not tied, the input embeddings are
+    not trained. The logits of all completion tokens are in memory at once, for each batch of
+    `per_device_train_batch_size` sequences.
+
+    Args:
+        model: A model, or its folder or name. The reference model (`beta` above 0) is loaded from where the model
+            came from, unless it has a PEFT adapter.
+        reward_funcs: As in `GRPOTrainer`; they see the visible tokens.
+        args: Needed.
+        *others: As in `GRPOTrainer`.
+        **more: As in `GRPOTrainer`.
+
+    Raises:
+        ValueError: A model, a tokenizer or an option that cannot be used with soft thinking, before training.
+        ImportError: A version of TRL whose insides differ.
+    """
+
+    _tag_names = ["trl", "soft-grpo"]
+    _name = "SofT-GRPO"
+    _paper = {
+        "title": "SofT-GRPO: Surpassing Discrete-Token LLM Reinforcement Learning via Gumbel-Reparameterized "
+        "Soft-Thinking Policy Optimization",
+        "id": "2511.06411",
+    }
+
+    args: SoftGRPOConfig
+
+    def __init__(self, model, reward_funcs=None, args: SoftGRPOConfig = None, *others, **more):
+        check_hooks()
+        if not isinstance(args, SoftGRPOConfig):
+            raise ValueError(f"`args` must be a SoftGRPOConfig; got {type(args).__name__}")
+        if isinstance(model, nn.Module):
+            check_decoder(model)
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = True  # untied input embeddings have no gradient
+        self._rollout = None
+        super().__init__(model, reward_funcs, args, *others, **more)
+        check_decoder(self.model)
+        self.end_of_thinking_id = find_end_of_thinking(self._tokenizer, args.end_of_thinking)
+        plugin = args.deepspeed_plugin
+        if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+            raise ValueError(
+                "SofT-GRPO mixes embeddings outside the model's `forward`, so their weights cannot be sharded: train "
+                "with DDP, or with DeepSpeed ZeRO up to stage 2"
+            )
+        refused = {
+            "tools": self.tools,
+            "rollout_func": self.rollout_func,
+            "environment_factory": self.environment_factories,
+            "processing_class with images": self._is_vlm,
+            "router_aux_loss_coef": self.aux_loss_enabled,
+        }
+        for name, value in refused.items():
+            if value:
+                raise ValueError(f"`{name}` is not supported by SofT-GRPO, which trains on prompts and texts alone")
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        """Overrides TRL's: soft thinking; the rollout is kept for scoring."""
+        if images is not None:
+            raise ValueError("the data set must have texts only: SofT-GRPO does not support images")
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        device = self.accelerator.device
+        input_ids = pad(rows, self._tokenizer.pad_token_id, padding_side="left").to(device)
+        attention_mask = pad([torch.ones_like(row) for row in rows], 0, padding_side="left").to(device)
+        with unwrap_model_for_generation(
+            self.model_wrapped,
+            self.accelerator,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+        ) as decoder:
+            rollout = generate_soft_thinking(
+                decoder,
+                input_ids,
+                attention_mask,
+                end_of_thinking_id=self.end_of_thinking_id,
+                max_new_tokens=self.max_completion_length,
+                max_thinking_tokens=self.args.max_thinking_tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                gumbel_temperature=self.args.gumbel_temperature,
+                noise_factor=self.args.noise_factor,
+                eos_token_id=self.eos_token_ids,
+                pad_token_id=self._tokenizer.pad_token_id,
+            )
+        self._rollout = rollout._asdict()
+        completion_ids = [ids[mask].tolist() for ids, mask in zip(rollout.token_ids, rollout.mask)]
+        return completion_ids, None
+
+    def _generate_and_score_completions(self, inputs):
+        """Overrides TRL's: what scoring needs of the rollout travels with the batch."""
+        output = super()._generate_and_score_completions(inputs)
+        rollout, self._rollout = self._rollout, None
+        length = output["completion_ids"].shape[1]
+        for name in ("candidate_ids", "noisy_log_probs", "is_soft"):
+            output[name] = _pad_steps(rollout[name], length)
+        if self.args.max_thinking_tokens is not None:  # tokens that the model did not choose are not trained on
+            output["tool_mask"] = 1 - _pad_steps(rollout["is_forced"], length).int()
+            count = (output["completion_mask"] * output["tool_mask"]).sum()
+            output["num_items_in_batch"] = self.accelerator.gather(count).sum()
+        thinking = self.accelerator.gather(rollout["is_soft"].sum(-1)).float()
+        self._metrics["train" if self.model.training else "eval"]["completions/mean_thinking_length"].append(
+            thinking.mean().item()
+        )
+        return output
+
+    def _compute_loss(self, model, inputs):
+        """Overrides TRL's: the loss is the same one, with the log-probabilities of soft steps."""
+        self._rollout = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._rollout = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **multimodal,
+    ):
+        """Overrides TRL's: the inputs are embeddings, and soft steps are scored by the density of their noise."""
+        decoder = self.accelerator.unwrap_model(model)
+        embeddings = decoder.get_input_embeddings()
+        all_steps = [
+            _pad_steps(self._rollout[name], logits_to_keep) for name in ("candidate_ids", "noisy_log_probs", "is_soft")
+        ]
+        log_probs, entropies = [], []
+        batch_size = batch_size or len(input_ids)
+        for start in range(0, len(input_ids), batch_size):
+            rows = slice(start, start + batch_size)
+            prompt_ids, token_ids = input_ids[rows, :-logits_to_keep], input_ids[rows, -logits_to_keep:]
+            steps = [tensor[rows] for tensor in all_steps]
+            with torch.no_grad():
+                soft = embed_steps(embeddings, token_ids, *steps, self.args.gumbel_temperature)
+                inputs_embeds = torch.cat([embeddings(prompt_ids), soft], dim=1)
+            with self.accelerator.autocast():
+                outputs = _run_decoder(
+                    model, decoder, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False
+                )
+            logits = outputs.logits[:, -logits_to_keep - 1 : -1]
+            is_padding = attention_mask[rows, -logits_to_keep:] == 0
+            scores = completion_log_probs(logits, token_ids, *steps, self.temperature)
+            log_probs.append(scores.masked_fill(is_padding, 0))
+            if compute_entropy:
+                distribution = (_in_float32(logits) / self.temperature).log_softmax(-1)
+                entropies.append(-(distribution.exp() * distribution).sum(-1).masked_fill(is_padding, 0))
+        return torch.cat(log_probs), torch.cat(entropies) if compute_entropy else None, None
+
+
+def _pad_steps(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Zeros behind `(B, C, ...)`, up to `(B, length, ...)`."""
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, length - tensor.shape[1]))
