@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -250,14 +251,14 @@ def generate_soft_thinking(
         eos_token_id = model.generation_config.eos_token_id
     eos_token_ids = torch.tensor([] if eos_token_id is None else eos_token_id, dtype=torch.long).to(input_ids.device)
 
-    embeddings = model.get_input_embeddings()
+    known, embeddings = _forward_parameters(model), model.get_input_embeddings()
     inputs_embeds, past_key_values = embeddings(input_ids), None
     is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
     is_running = is_thinking
     steps = []
     for length in range(max_new_tokens):
         options = {"past_key_values": past_key_values, "use_cache": use_cache}
-        outputs = _run_decoder(model, model, inputs_embeds, attention_mask, 1, **options)
+        outputs = _run_decoder(model, known, inputs_embeds, attention_mask, 1, **options)
         ids, probabilities = select_candidates(outputs.logits[:, -1], top_k, top_p, temperature)
         noisy = add_gumbel_noise(probabilities, noise_factor, generator)
         sampled = torch.multinomial(probabilities, 1, generator=generator)
@@ -292,7 +293,7 @@ def generate_soft_thinking(
 
 def _run_decoder(
     model: nn.Module,
-    decoder: PreTrainedModel,
+    known: set[str],
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor,
     logits_to_keep: int,
@@ -305,14 +306,13 @@ def _run_decoder(
 
     Args:
         model: The decoder, or what a trainer wraps it in.
-        decoder: The decoder itself.
+        known: The arguments that its `forward` takes.
         inputs_embeds: `(B, T, D)`.
         attention_mask: `(B, past + T)`.
         logits_to_keep: Number of positions.
         **options: More arguments of `forward`.
     """
     position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs_embeds.shape[1] :]
-    known = _forward_parameters(decoder)
     for name, value in (("position_ids", position_ids), ("logits_to_keep", logits_to_keep)):
         if name in known:
             options[name] = value
@@ -406,7 +406,8 @@ def check_hooks(trainer_class: type = GRPOTrainer):
 
 
 def _forward_parameters(model: nn.Module) -> set[str]:
-    """The names of the arguments of `forward`, also of a model with a PEFT adapter."""
+    """The names of the arguments of `forward`, also of a model that is compiled, distributed or has a PEFT adapter."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(type(model).forward).parameters)
 
@@ -614,8 +615,8 @@ class SoftGRPOTrainer(GRPOTrainer):
         **multimodal,
     ):
         """Overrides TRL's: the inputs are embeddings, and soft steps are scored by the density of their noise."""
-        decoder = self.accelerator.unwrap_model(model)
-        embeddings = decoder.get_input_embeddings()
+        known = _forward_parameters(model)
+        embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
         all_steps = [
             _pad_steps(self._rollout[name], logits_to_keep) for name in ("candidate_ids", "noisy_log_probs", "is_soft")
         ]
@@ -630,7 +631,7 @@ class SoftGRPOTrainer(GRPOTrainer):
                 inputs_embeds = torch.cat([embeddings(prompt_ids), soft], dim=1)
             with self.accelerator.autocast():
                 outputs = _run_decoder(
-                    model, decoder, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False
+                    model, known, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False
                 )
             logits = outputs.logits[:, -logits_to_keep - 1 : -1]
             is_padding = attention_mask[rows, -logits_to_keep:] == 0
