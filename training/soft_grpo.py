@@ -40,6 +40,9 @@ GUMBEL_BOUNDS = (-1.5, 3.0)
 LOWEST_LOG_PROBABILITY = -3.0
 """Candidates that are less likely than this do not count in the log-probability of a step."""
 
+STEP_FIELDS = ("candidate_ids", "noisy_log_probs", "is_soft")
+"""What scoring needs of a `SoftRollout` beside the visible tokens, in the order of `embed_steps`."""
+
 
 # The equations
 
@@ -583,7 +586,7 @@ class SoftGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         rollout, self._rollout = self._rollout, None
         length = output["completion_ids"].shape[1]
-        for name in ("candidate_ids", "noisy_log_probs", "is_soft"):
+        for name in STEP_FIELDS:
             output[name] = _pad_steps(rollout[name], length)
         if self.args.max_thinking_tokens is not None:  # tokens that the model did not choose are not trained on
             output["tool_mask"] = 1 - _pad_steps(rollout["is_forced"], length).int()
@@ -617,9 +620,8 @@ class SoftGRPOTrainer(GRPOTrainer):
         """Overrides TRL's: the inputs are embeddings, and soft steps are scored by the density of their noise."""
         known = _forward_parameters(model)
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
-        all_steps = [
-            _pad_steps(self._rollout[name], logits_to_keep) for name in ("candidate_ids", "noisy_log_probs", "is_soft")
-        ]
+        all_steps = [_pad_steps(self._rollout[name], logits_to_keep) for name in STEP_FIELDS]
+        train_entropy = torch.is_grad_enabled() and (self.args.entropy_coef != 0 or self.args.use_adaptive_entropy)
         log_probs, entropies = [], []
         batch_size = batch_size or len(input_ids)
         for start in range(0, len(input_ids), batch_size):
@@ -638,8 +640,9 @@ class SoftGRPOTrainer(GRPOTrainer):
             scores = completion_log_probs(logits, token_ids, *steps, self.temperature)
             log_probs.append(scores.masked_fill(is_padding, 0))
             if compute_entropy:
-                distribution = (_in_float32(logits) / self.temperature).log_softmax(-1)
-                entropies.append(-(distribution.exp() * distribution).sum(-1).masked_fill(is_padding, 0))
+                with torch.set_grad_enabled(train_entropy):  # most often only logged, and its graph is large
+                    distribution = (_in_float32(logits) / self.temperature).log_softmax(-1)
+                    entropies.append(-(distribution.exp() * distribution).sum(-1).masked_fill(is_padding, 0))
         return torch.cat(log_probs), torch.cat(entropies) if compute_entropy else None, None
 
 

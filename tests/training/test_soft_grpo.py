@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from test_readme import blocks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -27,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import soft_grpo
 from lsgpt.training.soft_grpo import (
+    STEP_FIELDS,
     SoftGRPOConfig,
     SoftGRPOTrainer,
     add_gumbel_noise,
@@ -354,7 +356,7 @@ def sum_of_tokens(completion_ids, **columns):
 def build(folder, tokenizer, tmp_path):
     """Builds a trainer: `build(name, **options of SoftGRPOConfig)`."""
 
-    def build(name, data=PROMPTS, **options):
+    def build(name, peft_config=None, **options):
         defaults = {
             "use_cpu": True,
             "bf16": False,
@@ -373,9 +375,10 @@ def build(folder, tokenizer, tmp_path):
             AutoModelForCausalLM.from_pretrained(folder / "runs" / name),
             sum_of_tokens,
             SoftGRPOConfig(str(tmp_path / "run"), **{**defaults, **options}),
-            train_dataset=data,
-            eval_dataset=data,
+            train_dataset=PROMPTS,
+            eval_dataset=PROMPTS,
             processing_class=tokenizer,
+            peft_config=peft_config,
         )
         trainer.current_gradient_accumulation_steps = 1  # what `train` sets
         trainer.model.train()
@@ -393,14 +396,11 @@ def score(trainer, inputs, scorer=SoftGRPOTrainer, rows=slice(None)):
     ids, mask = (
         torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1)[rows] for kind in ("ids", "mask")
     )
-    trainer._rollout = {name: value[rows] for name, value in inputs.items() if name in STEPS}
+    trainer._rollout = {name: value[rows] for name, value in inputs.items() if name in STEP_FIELDS}
     length = inputs["completion_ids"].shape[1]
     result = scorer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, length, compute_entropy=True)
     trainer._rollout = None
     return result[:2]
-
-
-STEPS = ("candidate_ids", "noisy_log_probs", "is_soft")
 
 
 @both
@@ -448,7 +448,7 @@ def test_padding_does_not_change_scores(build, name):
         alone = {
             **{f"prompt_{kind}": inputs[f"prompt_{kind}"][row, prompt][None] for kind in ("ids", "mask")},
             **{f"completion_{kind}": inputs[f"completion_{kind}"][row, completion][None] for kind in ("ids", "mask")},
-            **{step: inputs[step][row, completion][None] for step in STEPS},
+            **{step: inputs[step][row, completion][None] for step in STEP_FIELDS},
         }
         for whole, single in zip((log_probs, entropies), score(trainer, alone)):
             torch.testing.assert_close(whole[row, completion], single[0].detach())
@@ -516,6 +516,24 @@ def test_training(build, name, options, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     assert all(torch.equal(saved[key], after[key]) for key in after)
     assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_adapters_are_trained_against_the_model_without_them(build):
+    trainer = build("llama", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), max_steps=3)
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    trainer.train()
+    changed = {key for key, value in trainer.model.state_dict().items() if not torch.equal(before[key], value)}
+    assert changed == {key for key in before if "lora_" in key}
+    kl = [log["kl"] for log in trainer.state.log_history if "kl" in log]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-6
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_entropies_have_a_gradient_where_the_loss_has_them(build, entropy_coef):
+    trainer = build("llama", beta=0.0, entropy_coef=entropy_coef)
+    inputs = trainer._generate_and_score_completions(rows_of())
+    log_probs, entropies = score(trainer, inputs)
+    assert log_probs.requires_grad and entropies.requires_grad == (entropy_coef > 0)
 
 
 def test_training_raises_the_reward(build):
