@@ -284,7 +284,7 @@ def generate_soft_thinking(
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None:
+            if past_key_values is None or (model.training and getattr(model, "is_gradient_checkpointing", False)):
                 raise ValueError(
                     "`use_cache` must be False for a model that returns no cache, as with gradient checkpointing in "
                     "training mode; call `model.gradient_checkpointing_disable()` or pass `use_cache=False`"
