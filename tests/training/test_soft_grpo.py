@@ -666,9 +666,10 @@ def test_trl_is_named_when_it_is_missing(monkeypatch):
     assert "soft_grpo" not in (Path(soft_grpo.__file__).parent / "__init__.py").read_text(encoding="utf-8")
 
 
-def test_code_in_docs(folder, monkeypatch, capsys):
+def test_code_in_docs(folder, tokenizer, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    make_model("lsgpt").save_pretrained("runs/thinker")
+    for part in (make_model("lsgpt"), tokenizer):
+        part.save_pretrained("runs/thinker")
     names = {}
     for code in blocks("docs/soft-grpo.md", "python"):
         exec(code, names)
