@@ -137,17 +137,18 @@ def smollm2() -> str:
 
 def quality() -> str:
     """Perplexity and retrieval of a source and of what was made of it."""
-    if not (RESULTS / "quality.json").exists():
+    files = [name for name in ("quality.json", "quality-w256.json") if (RESULTS / name).exists()]
+    if not files:
         return MISSING
-    result = read("quality.json")
-    first, rows = result["rows"][0], []
-    for row in result["rows"]:
+    results = [row for name in files for row in read(name)["rows"]]
+    first, rows = results[0], []
+    for row in results:
         cells = [f"{row['perplexity']:.2f} ({row['perplexity'] / first['perplexity']:.3f})"]
         for length, found in row["retrieval"].items():
             cells.append(f"{found['mean']:.3f} ({found['mean'] / first['retrieval'][length]['mean']:.3f})")
         rows.append([f"`{row['model']}`", *cells])
     lengths = [f"retrieval at {int(length):,} tokens" for length in first["retrieval"]]
-    return with_sources(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, "quality.json")
+    return with_sources(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, *files)
 
 
 def growth() -> str:
