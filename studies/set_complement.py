@@ -106,8 +106,8 @@ compared, so that the comparison is draw by draw. Drawn from a range, uniformly 
 learning rate, the weight decay, the share that is dropped, the horizon of EMA (1 / (1 - decay), in steps), and the
 number of steps between updates of BEMA. (Its exponents are the published ones. Updated every 400 steps, as published,
 it would be little else than the initial weights after so short a training.) With even chances, the learning rate stays
-constant or falls to a tenth on a cosine. At `micro`: v = 24, trained on inputs of up to 8 tokens; 2 layers of 4 heads
-of width 12, W = 4; 1,500 steps of 32 rows."""
+constant or falls to a tenth on a cosine. At `micro`: v = 16, trained on inputs of up to 5 tokens; 2 layers of 4 heads
+of width 12, W = 3; 1,000 steps of 64 rows."""
     claims = {
         "ema": Claim(
             "an average of the weights (EMA) helps beyond the trained length",
@@ -141,22 +141,23 @@ of width 12, W = 4; 1,500 steps of 32 rows."""
             {
                 "preset": "demo",
                 "config": {
-                    "vocab_size": 24,
+                    "vocab_size": 16,
                     "hidden_size": 48,
                     "num_attention_heads": 4,
                     "num_hidden_layers": 2,
-                    "sliding_window": 4,
+                    "sliding_window": 3,
+                    "initializer_range": 0.1,
                 },
-                "trained_length": 8,
+                "trained_length": 5,
                 "eval_rows": 512,
                 "ranges": {
-                    "learning_rate": (1e-3, 1e-2),
-                    "weight_decay": (1e-3, 0.3),
+                    "learning_rate": (2e-3, 1e-2),
+                    "weight_decay": (1e-3, 0.1),
                     "dropout": (0.05, 0.4),
-                    "ema_horizon": (30, 300),
-                    "bema_every_n_steps": (1, 8),
+                    "ema_horizon": (30, 200),
+                    "bema_every_n_steps": (1, 5),
                 },
-                "options": {"max_steps": 1500, "per_device_train_batch_size": 32, "warmup_steps": 100},
+                "options": {"max_steps": 1000, "per_device_train_batch_size": 64, "warmup_steps": 100},
             },
             30,
             1.5,
@@ -165,12 +166,17 @@ of width 12, W = 4; 1,500 steps of 32 rows."""
             None,
             {
                 "preset": "paper-v1",
-                "config": {"vocab_size": 100, "num_hidden_layers": 3, "sliding_window": 10},
-                "trained_length": 30,
+                "config": {
+                    "vocab_size": 64,
+                    "num_hidden_layers": 3,
+                    "sliding_window": 8,
+                    "initializer_range": 0.07,
+                },
+                "trained_length": 16,
                 "eval_rows": 2048,
                 "ranges": {
                     "learning_rate": (1e-4, 3e-3),
-                    "weight_decay": (1e-3, 0.3),
+                    "weight_decay": (1e-3, 0.1),
                     "dropout": (0.05, 0.4),
                     "ema_horizon": (100, 4000),
                     "bema_every_n_steps": (1, 30),
@@ -183,7 +189,7 @@ of width 12, W = 4; 1,500 steps of 32 rows."""
                 },
             },
             30,
-            80.0,
+            30.0,
         ),
     }
 
