@@ -146,7 +146,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
                     "num_attention_heads": 4,
                     "num_hidden_layers": 2,
                     "sliding_window": 3,
-                    "initializer_range": 0.1,
+                    "initializer_range": 0.15,
                 },
                 "trained_length": 5,
                 "eval_rows": 512,
