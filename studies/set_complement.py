@@ -151,7 +151,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
                 "trained_length": 5,
                 "eval_rows": 512,
                 "ranges": {
-                    "learning_rate": (2e-3, 1e-2),
+                    "learning_rate": (5e-4, 5e-3),
                     "weight_decay": (1e-3, 0.1),
                     "dropout": (0.05, 0.4),
                     "ema_horizon": (30, 200),
