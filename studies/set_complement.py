@@ -1,0 +1,474 @@
+"""Which tokens are missing? The set complement task, trained on short inputs and tested on longer ones."""
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator, set_seed
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.configuration import load_preset
+from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTDecoderLayer
+from lsgpt.training import AveragedWeightsCallback, StopOnBadLossCallback
+from lsgpt.training.plots import plot_curves
+from lsgpt.utilities import table
+
+from .long_range import SEED_OF_EVALUATION
+from .streams import Stream
+from .study import Claim, Finding, NotRunError, Runs, Scale, Study, deviation, format_values, is_below, mean
+
+
+ARCHITECTURES = ("attention-only", "mhsa", "ls")
+
+REMEDIES = ("plain", "dropout", "post-norm")
+
+WEIGHTS = ("raw", "ema", "bema")
+"""What each training is measured with: the weights of its last step, and the two averages."""
+
+CLOSE = 0.005
+"""The largest difference between two distances that counts as none."""
+
+
+class Trained(NamedTuple):
+    """What is compared: models of an architecture, trained with a remedy, with one of `WEIGHTS`."""
+
+    architecture: str
+    remedy: str = "plain"
+    weights: str = "raw"
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and plots."""
+        name = f"`{self.architecture}`, {self.remedy}"
+        return name if self.weights == "raw" else f"{name}, {self.weights}"
+
+
+PAIRS = {
+    "ema": [(Trained(name, weights="ema"), Trained(name)) for name in ARCHITECTURES],
+    "bema": [(Trained(name, weights="bema"), Trained(name)) for name in ARCHITECTURES],
+    "dropout": [(Trained(name, "dropout"), Trained(name)) for name in ARCHITECTURES],
+    "post-norm": [(Trained(name, "post-norm"), Trained(name)) for name in ARCHITECTURES],
+    "ls": [(Trained("ls", remedy), Trained("mhsa", remedy)) for remedy in REMEDIES],
+}
+"""What each claim compares."""
+
+
+def criteria(first: str, second: str, where: str) -> tuple[str, str]:
+    """What counts as seen and as the opposite, which `compare` computes, in words."""
+    return (
+        f"{first}, the mean distance beyond the trained length is smaller than {second}, by more than {CLOSE:g} and "
+        f"two standard errors (of the differences of draws), in two or all three of {where}, and larger by as much "
+        "in none",
+        "the same with larger and smaller exchanged",
+    )
+
+
+MODELS = "`attention-only`, `mhsa` and `ls`"
+
+
+class SetComplement(Study):
+    """Set complement with averaged weights, dropout, norms after the sums, and LS-attention."""
+
+    name = "set-complement"
+    title = "Set complement"
+    question = """\
+Given different tokens, which ones are missing? A model that has learnt this on short inputs should manage longer ones,
+too. Two things are said to be in the way (arXiv:2510.08341): attention disperses over more tokens than in training,
+which moves the logits apart less and less; and when many next tokens are possible, the updates of the weights are
+noisy. Which of the remedies helps beyond the trained length: averaged weights, dropout, norms after the sums, or local
+heads, which never see more tokens than in training?"""
+    protocol = """\
+A row is a random order of all tokens of the vocabulary, of which the training shows the beginning. Each token but the
+first is to be predicted from those before it; any token that has not come yet is as likely, so that the right answer
+after s of v tokens is the uniform distribution over the other v - s, of which the training sees one sample for each.
+Measured is the total variation distance between the model's distribution and the right one, from 0 to 1, after every
+number of tokens, in 512 new rows; beyond the trained length means averaged over all longer inputs. (The uniform
+distribution over all tokens is at the distance s / v.) A training whose loss becomes NaN or infinite ends before that
+step, and is measured like the others. The Kullback-Leibler divergence of the model's distribution from the right one
+is in the table.
+
+The arms are architectures. `mhsa` and `ls` are small models of the usual kind, without positions, since a set has no
+order; of the heads of `ls` one in each layer is global. `attention-only` is a single layer of multi-head attention
+between embeddings and logits, as in the paper's theory: no MLP, no norm, no residual connection. Each run trains its
+architecture three times: plain, with pre-norm blocks and without dropout; with dropout of attention weights,
+embeddings and the outputs of branches; and post-norm, with the norms after the sums and not before the branches, in
+`attention-only` after the attention. Two averages of the weights (EMA and BEMA) are taken in each training, which they
+do not change.
+
+It is a random search: a seed draws initial weights, rows and hyperparameters, which are the same for all that is
+compared, so that the comparison is draw by draw. Drawn from a range, uniformly on a logarithmic scale, are the
+learning rate, the weight decay, the share that is dropped, the horizon of EMA (1 / (1 - decay), in steps), and the
+number of steps between updates of BEMA. (Its exponents are the published ones. Updated every 400 steps, as published,
+it would be little else than the initial weights after so short a training.) With even chances, the learning rate stays
+constant or falls to a tenth on a cosine. At `micro`: v = 16, trained on inputs of up to 5 tokens; 2 layers of 4 heads
+of width 12, W = 3; 1,000 steps of 64 rows."""
+    claims = {
+        "ema": Claim(
+            "an average of the weights (EMA) helps beyond the trained length",
+            "arXiv:2510.08341: it takes out the noise of the updates",
+            *criteria("with EMA of plain trainings", "with their raw weights", MODELS),
+        ),
+        "bema": Claim(
+            "an average with bias correction (BEMA) helps beyond the trained length",
+            "arXiv:2510.08341",
+            *criteria("with BEMA of plain trainings", "with their raw weights", MODELS),
+        ),
+        "dropout": Claim(
+            "dropout helps beyond the trained length",
+            "arXiv:2510.08341, first version: it counteracts dispersion",
+            *criteria("with dropout", "in plain trainings, with raw weights", MODELS),
+        ),
+        "post-norm": Claim(
+            "post-norm helps beyond the trained length",
+            "arXiv:2510.08341, second version: it sharpens again what dispersion has blurred",
+            *criteria("with post-norm", "in plain trainings, with raw weights", MODELS),
+        ),
+        "ls": Claim(
+            "LS-attention stays closer to the right answer beyond the trained length than multi-head attention",
+            "ours: only global heads can disperse over more keys than they were trained on",
+            *criteria("with `ls`", "with `mhsa`, with raw weights", "plain trainings, dropout and post-norm"),
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {
+                "preset": "demo",
+                "config": {
+                    "vocab_size": 16,
+                    "hidden_size": 48,
+                    "num_attention_heads": 4,
+                    "num_hidden_layers": 2,
+                    "sliding_window": 3,
+                    "initializer_range": 0.15,
+                },
+                "trained_length": 5,
+                "eval_rows": 512,
+                "ranges": {
+                    "learning_rate": (5e-4, 5e-3),
+                    "weight_decay": (1e-3, 0.1),
+                    "dropout": (0.05, 0.4),
+                    "ema_horizon": (30, 200),
+                    "bema_every_n_steps": (1, 5),
+                },
+                "options": {"max_steps": 1000, "per_device_train_batch_size": 64, "warmup_steps": 100},
+            },
+            30,
+            1.5,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "preset": "paper-v1",
+                "config": {
+                    "vocab_size": 64,
+                    "num_hidden_layers": 3,
+                    "sliding_window": 8,
+                    "initializer_range": 0.07,
+                },
+                "trained_length": 16,
+                "eval_rows": 2048,
+                "ranges": {
+                    "learning_rate": (1e-4, 3e-3),
+                    "weight_decay": (1e-3, 0.1),
+                    "dropout": (0.05, 0.4),
+                    "ema_horizon": (100, 4000),
+                    "bema_every_n_steps": (1, 30),
+                },
+                "options": {
+                    "max_steps": 20_000,
+                    "per_device_train_batch_size": 128,
+                    "warmup_steps": 1000,
+                    "dataloader_num_workers": 1,
+                },
+            },
+            30,
+            30.0,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Fields of the model."""
+        return {
+            "attention-only": {"num_global_heads": "all", "num_hidden_layers": 1},
+            "mhsa": {"num_global_heads": "all"},
+            "ls": {"num_global_heads": 1},
+        }
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains a model with each remedy and the same hyperparameters, and measures all three."""
+        settings = self.scales[scale].fields
+        drawn = draw(settings["ranges"], seed)
+        values = {}
+        for remedy in REMEDIES:
+            dropouts = ("attention_dropout", "resid_dropout", "embd_dropout") if remedy == "dropout" else ()
+            config = load_preset(
+                settings["preset"],
+                position_embedding_type="none",
+                **{**settings["config"], **self.arms(scale)[arm], **dict.fromkeys(dropouts, drawn["dropout"])},
+            )
+            set_seed(seed)
+            model = build_model(config, arm, remedy)
+            values[remedy] = train_and_measure(model, drawn, seed, settings)
+            print(remedy, values[remedy], flush=True)
+        return {"hyperparameters": drawn, "trained_length": settings["trained_length"], "trainings": values}
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        return {claim: compare(runs, pairs) for claim, pairs in PAIRS.items()}
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Distances of all that was trained, what averages add with either schedule, and plots over the length."""
+        rows = []
+        for trained in (Trained(*names) for names in product(runs, REMEDIES, WEIGHTS)):
+            of_arm = runs[trained.architecture]
+            beyond = column(of_arm, trained, "beyond_distance")
+            rows.append(
+                [
+                    trained.label,
+                    format_values(column(of_arm, trained, "trained_distance")),
+                    format_values(beyond),
+                    f"{min(beyond):.3f}",
+                    format_values(column(of_arm, trained, "beyond_divergence")),
+                    f"{sum(run['trainings'][trained.remedy]['diverged'] for run in of_arm)} of {len(of_arm)}",
+                ]
+            )
+        head = ["trained", "distance up to the trained length", "beyond it", "beyond it, best draw"]
+        sections = [table(rows, [*head, "divergence beyond it (nats)", "diverged"])]
+
+        schedules = {"constant": lambda rate: rate == 1, "falling": lambda rate: rate < 1}
+        rows = [[f"`{arm}`"] for arm in runs]
+        for row, (arm, of_arm) in zip(rows, runs.items()):
+            for is_chosen, weights in product(schedules.values(), WEIGHTS[1:]):
+                chosen = [run for run in of_arm if is_chosen(run["hyperparameters"]["final_rate"])]
+                both = (column(chosen, Trained(arm, "plain", x), "beyond_distance") for x in (weights, "raw"))
+                row.append(format_values(ours - theirs for ours, theirs in zip(*both)))
+        head = ["arm", *(f"{weights}, {name} rate" for name, weights in product(schedules, WEIGHTS[1:]))]
+        sections.append(
+            "The distance beyond the trained length with an average less that with the raw weights, of plain "
+            f"trainings at a learning rate that stays constant and at one that falls:\n\n{table(rows, head)}"
+        )
+
+        for arm, of_arm in runs.items():
+            shown = [Trained(arm, weights=weights) for weights in WEIGHTS]
+            shown += [Trained(arm, remedy) for remedy in REMEDIES[1:]]
+            curves = {trained.label.split(", ", 1)[1]: [mean_curve(of_arm, trained)] for trained in shown}
+            lengths = [length for length, _ in curves["plain"][0]]
+            curves["uniform over all tokens"] = [[(length, length / (len(lengths) + 1)) for length in lengths]]
+            label = f"tokens in the input (trained on up to {of_arm[0]['trained_length']})"
+            plot_curves(folder / f"{arm}.png", curves, label, "distance, mean over draws")
+            sections.append(f"### `{arm}`\n\n![Distance over the length of the input, {arm}]({arm}.png)")
+        return "\n\n".join(sections)
+
+
+STUDY = SetComplement()
+
+
+def draw(ranges: Mapping[str, tuple[float, float]], seed: int) -> dict[str, float]:
+    """
+    Hyperparameters: one number from each range, uniformly on a logarithmic scale, and `final_rate`, the share of the
+    learning rate that is left at the end: all of it, or a tenth.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = {name: math.exp(generator.uniform(math.log(low), math.log(high))) for name, (low, high) in ranges.items()}
+    return {**drawn, "final_rate": float(generator.choice((0.1, 1.0)))}
+
+
+def as_row(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Tokens, `(n,)`, each of which but the first is to be predicted."""
+    return {"input_ids": tokens, "labels": np.concatenate(([-100], tokens[1:]))}
+
+
+def evaluation_rows(count: int, vocab_size: int) -> np.ndarray:
+    """Whole random orders of the vocabulary, `(count, vocab_size)`, always the same and not those of any training."""
+    generator = np.random.default_rng(SEED_OF_EVALUATION)
+    return np.stack([generator.permutation(vocab_size) for _ in range(count)])
+
+
+class PostNormLayer(LSGPTDecoderLayer):
+    """The block with each norm after the sum, as in "Attention Is All You Need"."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
+        attended, _ = self.self_attn(hidden_states, **kwargs)
+        hidden_states = self.input_layernorm(hidden_states + self.dropout(attended))
+        return self.post_attention_layernorm(hidden_states + self.dropout(self.mlp(hidden_states)))
+
+
+class AttentionOnlyLayer(LSGPTDecoderLayer):
+    """The attention of a block, and nothing else of it."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
+        attended, _ = self.self_attn(hidden_states, **kwargs)
+        return self.dropout(attended)
+
+
+def build_model(config: LSGPTConfig, architecture: str, remedy: str) -> PreTrainedModel:
+    """
+    A new model.
+
+    Args:
+        config: Its sizes, heads and dropout.
+        architecture: One of `ARCHITECTURES`; for `mhsa` and `ls`, the configuration is all that tells them apart.
+        remedy: One of `REMEDIES`; for all but `post-norm`, the configuration says what there is to say.
+    """
+    model = LSGPTForCausalLM(config)
+    is_alone, is_post_norm = architecture == "attention-only", remedy == "post-norm"
+    for layer in model.model.layers:
+        if is_alone:
+            layer.__class__ = AttentionOnlyLayer
+            layer.input_layernorm = layer.post_attention_layernorm = layer.mlp = nn.Identity()
+        elif is_post_norm:
+            layer.__class__ = PostNormLayer
+    # The norm before the logits stands after the attention where there is nothing else, which is post-norm. Post-norm
+    # blocks end with a norm of their own, and do not need it.
+    if is_alone != is_post_norm:
+        model.model.norm = nn.Identity()
+    return model
+
+
+def train_and_measure(model: PreTrainedModel, drawn: Mapping[str, float], seed: int, settings: Mapping) -> dict:
+    """
+    Trains a model on the beginnings of random orders of its vocabulary.
+
+    Args:
+        model: The model.
+        drawn: What `draw` returns.
+        seed: Of the rows.
+        settings: Fields of a scale of the study.
+
+    Returns:
+        `diverged`, and for each of `WEIGHTS` what `measure` returns.
+    """
+    length, vocab_size = settings["trained_length"], model.config.vocab_size
+    averages = [
+        AveragedWeightsCallback("ema", decay=1 - 1 / drawn["ema_horizon"], name="ema"),
+        AveragedWeightsCallback("bema", every_n_steps=round(drawn["bema_every_n_steps"]), name="bema"),
+    ]
+    guard = StopOnBadLossCallback()
+    with tempfile.TemporaryDirectory() as folder:  # callbacks save averaged models, which nobody needs
+        args = TrainingArguments(
+            output_dir=folder,
+            seed=seed,
+            learning_rate=drawn["learning_rate"],
+            weight_decay=drawn["weight_decay"],
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": drawn["final_rate"]},
+            adam_beta2=0.95,
+            logging_steps=settings["options"]["max_steps"],
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **settings["options"],
+        )
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=Stream(lambda generator: as_row(generator.permutation(vocab_size)[: length + 1]), seed),
+            data_collator=default_data_collator,
+            callbacks=[guard, *averages],
+        )
+        trainer.train()
+    orders = evaluation_rows(settings["eval_rows"], vocab_size)
+    values = {"diverged": guard.bad_step is not None, "raw": measure(model, orders, length)}
+    for callback in averages:
+        with callback.averaged_weights(model):
+            values[callback.name] = measure(model, orders, length)
+    return values
+
+
+def right_answers(orders: torch.Tensor) -> torch.Tensor:
+    """
+    The right distributions after each beginning of a row.
+
+    Args:
+        orders (`(N, v)`): Rows, in each of which all tokens from 0 to v - 1 come once.
+
+    Returns:
+        `(N, v - 1, v)` in float64; after s tokens, at index s - 1, that which is uniform over the absent ones.
+    """
+    is_absent = 1 - nn.functional.one_hot(orders)[:, :-1].cumsum(1).double()
+    return is_absent / is_absent.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def measure(model: nn.Module, orders: np.ndarray, trained_length: int) -> dict[str, Any]:
+    """
+    How far a model's distributions are from the right ones.
+
+    Args:
+        model: A causal language model, which is put into evaluation mode.
+        orders (`(N, v)`): See `right_answers`.
+        trained_length: The largest number of tokens in the input in training.
+
+    Returns:
+        `distances`, the total variation distance after 1 to v - 1 tokens, means over rows; `trained_distance` and
+        `beyond_distance`, its means up to the trained length and over all longer inputs; and `beyond_divergence`, the
+        mean of the Kullback-Leibler divergence in nats over the latter. The distance is 1, the largest there is, and
+        the divergence NaN where the model's numbers are not finite.
+    """
+    rows = torch.as_tensor(orders)
+    right = right_answers(rows)
+    logits = model.eval()(rows[:, :-1].to(model.device)).logits
+    log_probabilities = logits.double().log_softmax(-1).cpu()
+    distances = (log_probabilities.exp() - right).abs().sum(-1).div(2).nan_to_num(nan=1.0).mean(0)
+    divergences = (torch.xlogy(right, right) - right * log_probabilities).sum(-1).mean(0)
+    return {
+        "distances": [round(distance, 5) for distance in distances.tolist()],
+        "trained_distance": distances[:trained_length].mean().item(),
+        "beyond_distance": distances[trained_length:].mean().item(),
+        "beyond_divergence": divergences[trained_length:].mean().item(),
+    }
+
+
+def column(runs: Sequence[Mapping[str, Any]], trained: Trained, key: str) -> list:
+    """One of what `measure` returns, of every run of an architecture."""
+    return [run["trainings"][trained.remedy][trained.weights][key] for run in runs]
+
+
+def mean_curve(runs: Sequence[Mapping[str, Any]], trained: Trained) -> list[tuple[int, float]]:
+    """The mean over runs of the distance after 1, 2, ... tokens."""
+    by_length = zip(*column(runs, trained, "distances"))
+    return [(length, mean(distances)) for length, distances in enumerate(by_length, start=1)]
+
+
+def compare(runs: Runs, pairs: Sequence[tuple[Trained, Trained]]) -> Finding:
+    """
+    Whether the first of each pair is closer to the right answer beyond the trained length than the second, see
+    `criteria`.
+
+    Raises:
+        NotRunError: There are fewer than two draws with both of a pair.
+    """
+    parts, num_smaller, num_larger = [], 0, 0
+    for pair in pairs:
+        by_seed = []
+        for trained in pair:
+            of_arm = runs.of(trained.architecture)
+            by_seed.append(dict(zip([run["seed"] for run in of_arm], column(of_arm, trained, "beyond_distance"))))
+        seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+        if len(seeds) < 2:
+            raise NotRunError(pair[0].architecture)
+        first, second = ([values[seed] for seed in seeds] for values in by_seed)
+        differences = [ours - theirs for ours, theirs in zip(first, second)]
+        num_smaller += is_below(differences, [0.0], CLOSE)
+        num_larger += is_below([0.0], differences, CLOSE)
+        error = deviation(differences) / math.sqrt(len(differences))
+        parts.append(
+            f"{pair[0].label}: {mean(first):.3f} against {mean(second):.3f} "
+            f"(difference {mean(differences):.3f}, its standard error {error:.3f})"
+        )
+    verdict = "not seen"
+    if num_smaller >= 2 and not num_larger:
+        verdict = "seen"
+    elif num_larger >= 2 and not num_smaller:
+        verdict = "opposite"
+    return Finding("distance beyond the trained length: " + "; ".join(parts), verdict)

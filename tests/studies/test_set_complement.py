@@ -1,0 +1,286 @@
+"""The study of set complement: its data, models and measure, a run at a small size, its report, and its verdicts."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lsgpt import LSGPTConfig
+from lsgpt.studies import Runs, judge, load_study, write_report
+from lsgpt.studies.runner import finite
+from lsgpt.studies.set_complement import (
+    ARCHITECTURES,
+    PAIRS,
+    REMEDIES,
+    WEIGHTS,
+    as_row,
+    build_model,
+    draw,
+    evaluation_rows,
+    measure,
+    right_answers,
+    train_and_measure,
+)
+
+
+SEEDS = (42, 43)
+SIZES = {"vocab_size": 10, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "sliding_window": 3}
+
+
+@pytest.fixture
+def small_study(monkeypatch):
+    """The study with small models, few steps, and equal settings at both scales."""
+    study = load_study("set-complement")
+    fields = {
+        "config": SIZES,
+        "trained_length": 4,
+        "eval_rows": 20,
+        "options": {"max_steps": 4, "per_device_train_batch_size": 4, "warmup_steps": 1, "use_cpu": True},
+    }
+    scales = {
+        name: scale._replace(fields={**study.scales["micro"].fields, **fields}) for name, scale in study.scales.items()
+    }
+    monkeypatch.setattr(study, "scales", scales)
+    return study
+
+
+def small_model(architecture="mhsa", remedy="plain", **fields):
+    torch.manual_seed(0)
+    fields = {"num_global_heads": 4, "position_embedding_type": "none", "initializer_range": 0.5, **fields}
+    return build_model(LSGPTConfig(**{**SIZES, **fields}), architecture, remedy).eval()
+
+
+def test_right_answers_are_uniform_over_what_is_absent():
+    orders = np.stack([np.random.default_rng(i).permutation(7) for i in range(5)])
+    right = right_answers(torch.as_tensor(orders))
+    assert right.shape == (5, 6, 7)
+    for row, order in zip(right.tolist(), orders.tolist()):
+        for s in range(1, 7):
+            expected = [0.0 if token in order[:s] else 1 / (7 - s) for token in range(7)]
+            assert row[s - 1] == pytest.approx(expected)
+    row = as_row(orders[0][:4])
+    assert row["input_ids"].tolist() == orders[0][:4].tolist()
+    assert row["labels"].tolist() == [-100, *orders[0][1:4].tolist()]
+
+
+class Table(nn.Module):
+    """Gives the logits in a table, by row and place, or those of the right answers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits=None):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids):
+        if self.logits is not None:
+            return CausalLMOutputWithPast(logits=self.logits)
+        is_absent = 1 - nn.functional.one_hot(input_ids, 7).cumsum(1)
+        return CausalLMOutputWithPast(logits=50.0 * is_absent)
+
+
+def test_the_measure_is_that_of_a_plain_computation():
+    generator = np.random.default_rng(0)
+    orders = np.stack([generator.permutation(7) for _ in range(5)])
+    logits = torch.randn(5, 6, 7, generator=torch.Generator().manual_seed(0))
+    found = measure(Table(logits), orders, trained_length=2)
+    distances, divergences = [], []
+    for s in range(1, 7):
+        of_length = []
+        for row in range(5):
+            exponentials = [math.exp(x) for x in logits[row, s - 1].tolist()]
+            model = [x / sum(exponentials) for x in exponentials]
+            right = [0.0 if token in orders[row, :s] else 1 / (7 - s) for token in range(7)]
+            total_variation = sum(abs(p - q) for p, q in zip(model, right)) / 2
+            divergence = sum(q * math.log(q / p) for p, q in zip(model, right) if q)
+            of_length.append((total_variation, divergence))
+        distances.append(sum(x for x, _ in of_length) / 5)
+        divergences.append(sum(x for _, x in of_length) / 5)
+    assert found["distances"] == pytest.approx(distances, abs=1e-5)
+    assert found["trained_distance"] == pytest.approx(sum(distances[:2]) / 2)
+    assert found["beyond_distance"] == pytest.approx(sum(distances[2:]) / 4)
+    assert found["beyond_divergence"] == pytest.approx(sum(divergences[2:]) / 4)
+
+    right = measure(Table(), orders, 2)
+    assert right["distances"] == [0.0] * 6
+    assert right["beyond_divergence"] == pytest.approx(0, abs=1e-12)
+    uniform = measure(Table(torch.zeros(5, 6, 7)), orders, 2)
+    assert uniform["distances"] == pytest.approx([s / 7 for s in range(1, 7)], abs=1e-5)
+    broken = measure(Table(torch.full((5, 6, 7), torch.nan)), orders, 2)
+    assert broken["distances"] == [1.0] * 6 and math.isnan(broken["beyond_divergence"])
+
+
+def test_post_norm_blocks_end_with_a_norm():
+    ids = torch.randint(0, 10, (3, 6))
+    model = small_model("mhsa", "post-norm")
+    hidden = nn.functional.embedding(ids, model.model.embed_tokens.weight)
+    mask = torch.ones(6, 6).tril().bool()
+    for layer in model.model.layers:
+        # A plain computation, (B, H, T, head_dim) for the heads.
+        q, k, v = (
+            part(hidden).unflatten(-1, (4, 6)).transpose(1, 2)
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        weights = (q @ k.mT / 6**0.5).masked_fill(~mask, -math.inf).softmax(-1)
+        attended = layer.self_attn.o_proj((weights @ v).transpose(1, 2).flatten(2))
+        hidden = nn.functional.layer_norm(hidden + attended, (24,))
+        hidden = nn.functional.layer_norm(hidden + layer.mlp(hidden), (24,))
+    assert torch.allclose(model(ids).logits, model.lm_head(hidden), atol=1e-5)
+    # The same weights to begin with, and another computation.
+    plain = small_model("mhsa")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name))
+    assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=0.1)
+
+
+@pytest.mark.parametrize("remedy", ["plain", "post-norm"])
+def test_attention_alone_is_a_mean_of_values(remedy):
+    model = small_model("attention-only", remedy, num_hidden_layers=1, num_attention_heads=1, num_global_heads=1)
+    (layer,) = model.model.layers
+    with torch.no_grad():
+        layer.self_attn.q_proj.weight.zero_()  # attention is uniform
+    ids = torch.tensor([[3, 1, 4]])
+    hidden = layer.self_attn.o_proj(layer.self_attn.v_proj(model.model.embed_tokens.weight[ids])).mean(1)
+    if remedy == "post-norm":
+        hidden = nn.functional.layer_norm(hidden, (24,))
+    assert torch.allclose(model(ids).logits[:, -1], model.lm_head(hidden), atol=1e-5)
+    names = {name.split(".")[-2] for name, _ in model.named_parameters()}
+    norm = {"norm"} if remedy == "post-norm" else set()
+    assert names == {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head"} | norm
+
+
+def test_a_seed_draws_hyperparameters():
+    ranges = load_study("set-complement").scales["micro"].fields["ranges"]
+    draws = [draw(ranges, seed) for seed in range(42, 142)]
+    assert draws[0] == draw(ranges, 42) != draws[1]
+    for name, (low, high) in ranges.items():
+        values = [drawn[name] for drawn in draws]
+        assert low <= min(values) < low * 1.3 and high / 1.3 < max(values) <= high
+        assert np.median(values) == pytest.approx((low * high) ** 0.5, rel=0.5)
+    rates = [drawn["final_rate"] for drawn in draws]
+    assert set(rates) == {0.1, 1.0} and 35 < rates.count(1.0) < 65
+
+
+def test_set_complement_runs(tmp_path, small_study):
+    runs = {arm: [small_study.run(arm, 42, "micro", tmp_path, ())] for arm in ARCHITECTURES}
+    assert list(runs) == list(small_study.arms("micro"))
+    runs["ls"].append(small_study.run("ls", 43, "micro", tmp_path, ()))
+    assert runs["ls"][0]["hyperparameters"] != runs["ls"][1]["hyperparameters"]
+    seen = set()
+    for of_arm in runs.values():
+        for run in of_arm:
+            assert list(run["trainings"]) == list(REMEDIES)
+            for values in run["trainings"].values():
+                assert values["diverged"] is False
+                for weights in WEIGHTS:
+                    assert len(values[weights]["distances"]) == 9
+                    assert 0 < values[weights]["beyond_distance"] < 1 and values[weights]["beyond_divergence"] > 0
+                    seen.add(values[weights]["beyond_distance"])
+    # Averages are not the weights, and remedies make a difference.
+    assert len(seen) == 4 * len(REMEDIES) * len(WEIGHTS)
+    # The same seed gives the same numbers, settings are all that distinguishes the scales, and nothing is left behind.
+    again = small_study.run("attention-only", 42, "paper", tmp_path, ())
+    assert again == runs["attention-only"][0]
+    assert list(tmp_path.iterdir()) == []
+
+    def report(arms):
+        lines = [
+            {
+                "arm": arm,
+                "seed": seed,
+                "scale": "micro",
+                "seconds": 1.0,
+                "fields": [],
+                "environment": {"system": "any"},
+            }
+            | {"values": values}
+            for arm in arms
+            for seed, values in zip(SEEDS, runs[arm])
+        ]
+        text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
+        (tmp_path / "runs.jsonl").write_text(text, encoding="utf-8")
+        return write_report(small_study, tmp_path).read_text(encoding="utf-8")
+
+    text = report(["mhsa"])
+    assert text.count("Verdict: **open**") == 5 and "(mhsa.png)" in text and "(ls.png)" not in text
+    text = report(ARCHITECTURES)
+    assert "| `ls`, post-norm, bema |" in text
+    for arm in ARCHITECTURES:
+        assert f"]({arm}.png)" in text and (tmp_path / f"{arm}.png").stat().st_size > 10_000
+
+
+def test_training_closes_the_distance(small_study):
+    settings = small_study.scales["micro"].fields
+    options = {**settings["options"], "max_steps": 250, "per_device_train_batch_size": 32}
+    drawn = {**draw(settings["ranges"], 42), "learning_rate": 1e-2, "ema_horizon": 10}
+    model = small_model("attention-only", num_hidden_layers=1, initializer_range=0.3)
+    values = train_and_measure(model, drawn, 42, {**settings, "options": options})
+    distance_of_uniform = sum(s / 10 for s in range(1, 5)) / 4
+    assert all(values[weights]["trained_distance"] < 0.75 * distance_of_uniform for weights in ("raw", "ema"))
+    # The model has its own weights again after it was measured with the averages.
+    assert measure(model, evaluation_rows(settings["eval_rows"], 10), 4) == values["raw"]
+
+
+def made_up(beyond):
+    """Runs of four draws with given distances, `{(architecture, remedy, weights): distance}`; all others are 0.5."""
+
+    def values(key, seed):
+        # What all have in common in a draw, and is much larger than the differences, tells nothing.
+        distance = beyond.get(key, 0.5) + 0.1 * seed + (0.0002 if key[1:] == ("plain", "raw") and seed % 2 else 0)
+        return {"beyond_distance": distance, "trained_distance": 0.1, "distances": [0.1, distance]}
+
+    return Runs(
+        {
+            name: [
+                {
+                    "seed": seed,
+                    "trainings": {
+                        remedy: {weights: values((name, remedy, weights), seed) for weights in WEIGHTS}
+                        for remedy in REMEDIES
+                    },
+                }
+                for seed in range(4)
+            ]
+            for name in ARCHITECTURES
+        }
+    )
+
+
+@pytest.mark.parametrize("claim", PAIRS)
+def test_verdicts(claim):
+    study = load_study("set-complement")
+    firsts = [tuple(pair[0]) for pair in PAIRS[claim]]
+    assert len(set(firsts)) == 3 and not set(firsts) & {tuple(pair[1]) for pair in PAIRS[claim]}
+
+    def verdict(*distances):
+        return judge(study, made_up(dict(zip(firsts, distances))))[claim].verdict
+
+    assert verdict(0.4, 0.4, 0.4) == "seen"
+    assert verdict(0.5, 0.4, 0.4) == "seen"
+    assert verdict(0.6, 0.6, 0.5) == "opposite"
+    assert verdict(0.5, 0.5, 0.5) == "not seen"
+    assert verdict(0.5, 0.5, 0.4) == "not seen"
+    assert verdict(0.4, 0.4, 0.6) == "not seen"
+    assert verdict(0.6, 0.6, 0.4) == "not seen"
+    # A difference that is certain, and too small to matter.
+    assert verdict(0.496, 0.496, 0.496) == "not seen"
+
+
+def test_a_difference_must_be_larger_than_its_errors():
+    study, runs = load_study("set-complement"), made_up({})
+    for name in ARCHITECTURES:
+        for run, difference in zip(runs[name], (-0.4, 0.3, -0.3, 0.0)):
+            run["trainings"]["plain"]["ema"]["beyond_distance"] += difference
+    found = judge(study, runs)
+    assert found["ema"].verdict == "not seen"
+    assert "`mhsa`, plain, ema: 0.550 against 0.650 (difference -0.100, its standard error 0.1" in found["ema"].figure
+    # Draws are compared by their seeds, whatever their order, and those that only one side has do not count.
+    runs = made_up({("ls", remedy, "raw"): 0.45 for remedy in REMEDIES})
+    runs["ls"] = runs["ls"][:0:-1]
+    assert judge(study, runs)["ls"].verdict == "seen"
+    runs["mhsa"] = runs["mhsa"][:2]
+    assert {finding.verdict for finding in judge(study, runs).values()} == {"open"}
