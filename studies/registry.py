@@ -19,6 +19,7 @@ STUDIES = {
     "long-range": "long_range",
     "where-heads-look": "where_heads_look",
     "images": "images",
+    "othello": "othello",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 
