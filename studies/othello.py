@@ -129,7 +129,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
                 },
             },
             3,
-            1.5,
+            1.3,
         ),
         "paper": Scale(
             None,
@@ -314,14 +314,14 @@ def play(generator: np.random.Generator, num_moves: int = NUM_MOVES) -> Game:
 
 def board_after(moves: Sequence[int]) -> str:
     """The board after these moves, a character for each square: `X` is black, which begins, `O` white, `-` empty."""
-    from rust_reversi import Board, Color  # noqa: PLC0415 (an optional package)
+    from rust_reversi import Board  # noqa: PLC0415 (an optional package)
 
     board = Board()
     for move in moves:
         if board.is_pass():
             board.do_pass()
         board.do_move(move)
-    return "".join("X" if x == Color.BLACK else "O" if x == Color.WHITE else "-" for x in board.get_board_vec_black())
+    return board.get_board_line()
 
 
 def as_row(moves: Sequence[int], length: int) -> dict[str, np.ndarray]:
@@ -409,7 +409,7 @@ def plot_boards(path: Path, runs: Mapping[str, dict]):
     Draws the board of each run with its three sets of weights: discs, the probabilities of the next move as shades,
     and circles around the legal moves.
     """
-    figure = Figure(figsize=(8.4, 0.6 + 2.9 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(8.4, 0.2 + 2.6 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), len(WEIGHTS), squeeze=False)
     shades = {
         (arm, name): np.array(run["weights"][name]["next_move"], dtype=float).reshape(8, 8)

@@ -80,7 +80,7 @@ def test_games_keep_to_the_rules():
             assert board_after(game.moves[:number]) == positions[number][1]
         all_passes += num_passes
     assert all_passes > 0
-    assert {len(game.moves) for game in games[1:]} == {NUM_MOVES}
+    assert len(games[0].moves) < NUM_MOVES and max(len(game.moves) for game in games) == NUM_MOVES
 
 
 def test_games_follow_from_the_seed():
@@ -223,11 +223,12 @@ def test_a_board_has_discs_shades_and_circles_for_legal_moves(tmp_path):
     black, white, red, navy = (0, 0, 0), (255, 255, 255), (214, 39, 40), (8, 48, 107)
     empty = "-" * 64
     boards = {disc: draw(disc * 20 + empty[20:], [40], 50) for disc in "XO"}
-    assert share_of(boards["X"], black) > 5 * share_of(boards["O"], black)
-    assert share_of(boards["O"], white) > share_of(boards["X"], white)
+    assert share_of(boards["X"], black) - share_of(boards["O"], black) > 0.02
+    assert share_of(boards["O"], white) - share_of(boards["X"], white) > 0.02
     circles = [share_of(draw(empty, legal, 50), red) for legal in ([], [40], [40, 41])]
     assert circles[0] == 0 and circles[2] == pytest.approx(2 * circles[1], rel=0.1)
-    places = [np.argwhere(np.abs(draw(empty, [], square) - navy).max(-1) < 8).min(0) for square in (9, 10, 17)]
+    first_boards = [draw(empty, [], square)[:, :300] for square in (9, 10, 17)]  # without the bar of colours
+    places = [np.argwhere(np.abs(image - navy).max(-1) < 8).min(0) for image in first_boards]
     assert places[0][0] == places[1][0] and places[0][1] < places[1][1]
     assert places[0][1] == places[2][1] and places[0][0] < places[2][0]
 
