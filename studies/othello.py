@@ -98,7 +98,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
             "it is lower by more than that, and by more than two standard errors of the differences",
         ),
         "ema-length": Claim(
-            "what EMA gains is a matter of length: at the same moves it gains less where they were trained on",
+            "EMA gains more beyond the trained length than at the same moves after a training on whole games",
             "arXiv:2510.08341: averages help to generalise to longer inputs",
             f"at moves {NUM_SHORT + 1} to {NUM_MOVES}, the mean difference between EMA and the raw weights in "
             "`mhsa-whole` and `ls-whole` is below that in `mhsa-30` and `ls-30` by more than two standard errors",
@@ -246,17 +246,15 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
         trainings = [
             [
                 f"`{arm}`",
-                format_values(run["curves"]["loss"][-1][1] for run in of_arm),
                 format_values((run["max_logit"] for run in of_arm), 1),
                 f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
             ]
             for arm, of_arm in runs.items()
         ]
-        training_head = ["arm", "last training loss (nats per move)", "largest logit on the way", "diverged"]
         sections = [
             "Shares of moves before which the first choice is legal, and the mean probability of all legal moves "
             f"together:\n\n{table(rows, head)}",
-            table(trainings, training_head),
+            table(trainings, ["arm", "largest logit on the way", "diverged"]),
         ]
         curves = {arm: [over_moves(run["weights"]["raw"]["legal"]) for run in of_arm] for arm, of_arm in runs.items()}
         plot_curves(folder / "legal.png", curves, "move", "share of legal first choices")
@@ -393,10 +391,11 @@ def gains_of(name: str, shares: Mapping[tuple[str, str], Sequence[float]], lengt
 
 
 def describe(name: str, shares: Mapping[tuple[str, str], Sequence[float]]) -> str:
-    """The shares of the arms with short games, of averaged and of raw weights."""
+    """What averaged weights gain in the arms with short games, and the shares of both sets of weights there."""
     arms = [f"{kind}-30" for kind in KINDS]
     figures = (f"{format_values(shares[x, name])} instead of {format_values(shares[x, 'raw'])} in `{x}`" for x in arms)
-    return f"share of legal first choices with {WEIGHTS[name]} {', '.join(figures)}"
+    gain = format_values(gains_of(name, shares, "30"), 4)
+    return f"{WEIGHTS[name]} gains {gain}: share of legal first choices {', '.join(figures)}"
 
 
 def over_moves(values: Sequence[float | None]) -> list[tuple[float, float]]:
