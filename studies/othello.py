@@ -1,7 +1,6 @@
 """Do averaged weights play by the rules of Othello in games that are longer than those of the training?"""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +151,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
                 },
             },
             3,
-            20.0,
+            8.0,
         ),
     }
 
@@ -190,10 +189,14 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
         games = [play(generator) for _ in range(settings["eval_games"])]
         shown = next(game for game in games if len(game.moves) >= SHOWN_MOVE)
         before = shown.moves[: SHOWN_MOVE - 1]
-        figures = {}
-        for name in WEIGHTS:
-            with averages[name].averaged_weights(model) if name in averages else nullcontext():
-                figures[name] = {**measure(model, games), "next_move": next_move(model, before)}
+
+        def look() -> dict:
+            return {**measure(model, games), "next_move": next_move(model, before)}
+
+        figures = {"raw": look()}
+        for kind, average in averages.items():
+            with average.averaged_weights(model):
+                figures[kind] = look()
         position = {"board": board_after(before), "legal": shown.legal[SHOWN_MOVE - 1]}
         return {"weights": figures, "position": position, **values}
 
@@ -353,7 +356,7 @@ def measure(model: nn.Module, games: Sequence[Game], batch_size: int = 64) -> di
     }
     is_played = is_legal.any(-1)
     parts = {"within": slice(NUM_SHORT - 1), "beyond": slice(NUM_SHORT - 1, None)}
-    result = {}
+    result: dict[str, Any] = {}
     for key, values in figures.items():
         values[~is_played] = torch.nan
         result[key] = rounded(values.nanmean(0))
@@ -423,13 +426,13 @@ def plot_boards(path: Path, runs: Mapping[str, dict]):
             image = axes.imshow(shade, cmap="Blues", vmin=0.0, vmax=darkest)
             axes.set_title(f"{arm}, {label}: legal {shade.flat[legal].sum():.1%}", fontsize=9)
             for square, disc in enumerate(run["position"]["board"]):
-                place, size = divmod(square, 8)[::-1], {"s": 130, "linewidths": 1.0}
+                y, x = divmod(square, 8)
                 if disc != "-":
-                    axes.scatter(*place, color="black" if disc == "X" else "white", edgecolors="black", **size)
+                    axes.scatter(x, y, s=130, color="black" if disc == "X" else "white", edgecolors="black")
                 elif square in legal:
-                    axes.scatter(*place, color="none", edgecolors="C3", **size)
+                    axes.scatter(x, y, s=130, color="none", edgecolors="C3")
             axes.set_xticks(range(8), "abcdefgh", fontsize=8)
-            axes.set_yticks(range(8), range(1, 9), fontsize=8)
+            axes.set_yticks(range(8), "12345678", fontsize=8)
             axes.tick_params(length=0)
     figure.colorbar(image, ax=grid, label="probability of the next move", shrink=0.6)
     figure.savefig(path, dpi=150)
