@@ -20,6 +20,7 @@ STUDIES = {
     "where-heads-look": "where_heads_look",
     "images": "images",
     "set-complement": "set_complement",
+    "othello": "othello",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 

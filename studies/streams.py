@@ -1,14 +1,14 @@
 """Training small models on sequences that a seeded generator makes, of which nothing is stored."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
@@ -35,6 +35,7 @@ def train_on_stream(
     seed: int,
     folder: Path,
     options: dict[str, Any],
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[PreTrainedModel, dict]:
     """
     Trains a new model with the optimizer and schedule of the recipe `micro`.
@@ -43,8 +44,9 @@ def train_on_stream(
         config: The model.
         make_row: Makes `input_ids` and `labels`, `(n,)` each, from random numbers.
         seed: Of the weights and of the rows.
-        folder: For the Trainer, which leaves nothing there unless the loss becomes NaN or infinite.
+        folder: For the callbacks and the Trainer, which leaves nothing there unless the loss becomes NaN or infinite.
         options: Fields of `TrainingArguments`, `max_steps` among them.
+        callbacks: Further callbacks of the Trainer.
 
     Returns:
         The trained model in evaluation mode, and `diverged`, `max_logit` (the largest on the way) and `curves`.
@@ -73,7 +75,7 @@ def train_on_stream(
         args=args,
         train_dataset=Stream(make_row, seed),
         data_collator=default_data_collator,
-        callbacks=[guard, LogitTelemetryCallback(every_n_steps)],
+        callbacks=[guard, LogitTelemetryCallback(every_n_steps), *callbacks],
     )
     trainer.train()
     history = trainer.state.log_history

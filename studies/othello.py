@@ -1,0 +1,438 @@
+"""Do averaged weights play by the rules of Othello in games that are longer than those of the training?"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from lsgpt.configuration import load_preset
+from lsgpt.training import AveragedWeightsCallback
+from lsgpt.training.plots import plot_curves
+from lsgpt.utilities import table
+
+from .learning_rates import verdict_below
+from .long_range import SEED_OF_EVALUATION
+from .streams import train_on_stream
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, format_values, is_below, mean, points
+
+
+NUM_MOVES = 60
+"""Moves of a whole game: all squares but the four that are taken at the start."""
+
+NUM_SHORT = 30
+"""Moves that are trained on where games are cut."""
+
+NUM_SQUARES = 64
+"""Squares, which are the tokens: `8 * row + column` with a1 as 0, b1 as 1 and h8 as 63."""
+
+WEIGHTS = {"raw": "as trained", "ema": "EMA", "bema": "BEMA"}
+"""The weights that are compared, and what tables and plots call them."""
+
+KINDS = {"mhsa": "multi-head attention", "ls": "LS-attention"}
+
+SHOWN_MOVE = 41
+"""The move before which the board of the report is shown."""
+
+CLOSE = 0.005
+"""The largest difference of shares that counts as none."""
+
+
+class Game(NamedTuple):
+    """A game without its passes, which are no tokens."""
+
+    moves: list[int]
+    """The squares that were played, in their order."""
+    legal: list[list[int]]
+    """For each move the squares that could have been played."""
+
+
+class Othello(Study):
+    """Legal moves in games longer than those of the training: raw against averaged weights, and both attentions."""
+
+    name = "othello"
+    title = "Othello"
+    question = """\
+A model that is trained on the first half of games of Othello has to play the second half, too: does it know the rules
+beyond the length that it was trained on? Many next moves are equally right, so that every update of the weights is
+noisy; an average of the weights should be less so. And the more tokens a softmax attends to, the less it can tell them
+apart; the window of local heads never holds more of them than in the training."""
+    protocol = f"""\
+Games of random moves, each of which is drawn from the legal ones with the same probability, are made during the
+training and never stored. A token is the square of a move; a pass is no token, so that the next move is the other
+player's. The model predicts every move but the first. `mhsa-...` has global heads only, `ls-...` one in each layer.
+`...-30` is trained on the first {NUM_SHORT} moves of games; `...-whole`, the control, on as many whole games: how much
+worse the first does at moves {NUM_SHORT + 1} to {NUM_MOVES} is what the unknown length costs. Positions are rotary:
+learned ones beyond move {NUM_SHORT} would never have been trained. Each training gives three sets of weights, those at
+its end (raw) and two averages, which leave the training as it is. EMA has a constant decay, at `micro` 0.99, and with
+it a memory of about 100 steps. BEMA has the exponents of arXiv:2508.00180, but an update every 2 steps at `micro`, so
+that its memory is about as long in the end. With the published one every 400 steps, the average would still consist
+mostly of the random weights at the start, for these models are trained from scratch. The learning rate falls to a
+tenth, which leaves less noise to an average than a constant one would. Measured on new whole games, 2,000 at `micro`
+and the same for all: how often the model's first choice is legal, and the probability that it gives to all legal moves
+together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a batch, 2,000 steps."""
+    claims = {
+        "ema": Claim(
+            "an average of the weights (EMA) plays more legal moves beyond the trained length",
+            "arXiv:2510.08341",
+            f"at moves {NUM_SHORT + 1} to {NUM_MOVES}, the share of legal first choices of EMA is higher than that of "
+            "the raw weights: in the runs of `mhsa-30` and `ls-30`, the mean difference is above 0 by more than two "
+            "standard errors",
+            EXCHANGED,
+        ),
+        "bema": Claim(
+            "an average with bias correction (BEMA) plays more legal moves beyond the trained length",
+            "arXiv:2510.08341 and arXiv:2508.00180",
+            "as for EMA",
+            "as for EMA",
+        ),
+        "ema-within": Claim(
+            "EMA costs nothing within the trained length",
+            "ours",
+            f"at moves 2 to {NUM_SHORT}, the share of legal first choices of EMA in `mhsa-30` and `ls-30` is on "
+            f"average lower than that of the raw weights by at most {CLOSE:g}",
+            "it is lower by more than that, and by more than two standard errors of the differences",
+        ),
+        "ema-length": Claim(
+            "EMA gains more beyond the trained length than at the same moves after a training on whole games",
+            "arXiv:2510.08341: averages help to generalise to longer inputs",
+            f"at moves {NUM_SHORT + 1} to {NUM_MOVES}, the mean difference between EMA and the raw weights in "
+            "`mhsa-whole` and `ls-whole` is below that in `mhsa-30` and `ls-30` by more than two standard errors",
+            EXCHANGED,
+        ),
+        "ls": Claim(
+            "LS-attention loses less beyond the trained length than multi-head attention",
+            "ours: only the softmax of global heads gets more to attend to",
+            f"at moves {NUM_SHORT + 1} to {NUM_MOVES}, the share of legal first choices, of the raw weights, that "
+            "`ls-30` loses against `ls-whole` with the same seed is below that which `mhsa-30` loses against "
+            "`mhsa-whole` by more than two standard errors",
+            EXCHANGED,
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {
+                "preset": "demo",
+                "config": {"hidden_size": 72, "num_hidden_layers": 4, "sliding_window": 10},
+                "averages": {"ema": {"decay": 0.99}, "bema": {"every_n_steps": 2}},
+                "eval_games": 2000,
+                "options": {
+                    "max_steps": 2000,
+                    "per_device_train_batch_size": 64,
+                    "learning_rate": 3e-3,
+                    "warmup_steps": 100,
+                },
+            },
+            3,
+            1.3,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "preset": "paper-v1",
+                "config": {
+                    "hidden_size": 384,
+                    "num_hidden_layers": 8,
+                    "sliding_window": 10,
+                    "position_embedding_type": "rope",
+                },
+                "averages": {"ema": {"decay": 0.999}, "bema": {"every_n_steps": 5}},
+                "eval_games": 10_000,
+                "options": {
+                    "max_steps": 50_000,
+                    "per_device_train_batch_size": 256,
+                    "learning_rate": 1e-3,
+                    "warmup_steps": 1000,
+                    "dataloader_num_workers": 1,
+                },
+            },
+            3,
+            8.0,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Number of global heads, and of the moves that are trained on."""
+        heads, lengths = {"mhsa": "all", "ls": 1}, {"30": NUM_SHORT, "whole": NUM_MOVES}
+        return {f"{kind}-{name}": (heads[kind], length) for kind in KINDS for name, length in lengths.items()}
+
+    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+        """Looks whether games can be played, before the first run. Raises `ImportError` as `play`."""
+        play(np.random.default_rng(0), 1)
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains a model on games, and measures how it plays with each of the three sets of weights."""
+        settings = self.scales[scale].fields
+        num_global_heads, num_moves = self.arms(scale)[arm]
+        sizes = {"vocab_size": NUM_SQUARES, "max_position_embeddings": NUM_MOVES}
+        config = load_preset(settings["preset"], **sizes, **settings["config"], num_global_heads=num_global_heads)
+        averages = {
+            kind: AveragedWeightsCallback(kind, name=kind, **options) for kind, options in settings["averages"].items()
+        }
+
+        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
+            return as_row(play(generator, num_moves).moves, num_moves)
+
+        model, values = train_on_stream(
+            config,
+            make_row,
+            seed,
+            folder / arm / f"seed-{seed}",
+            settings["options"],
+            callbacks=list(averages.values()),
+        )
+        generator = np.random.default_rng(SEED_OF_EVALUATION)
+        games = [play(generator) for _ in range(settings["eval_games"])]
+        shown = next(game for game in games if len(game.moves) >= SHOWN_MOVE)
+        before = shown.moves[: SHOWN_MOVE - 1]
+
+        def look() -> dict:
+            return {**measure(model, games), "next_move": next_move(model, before)}
+
+        figures = {"raw": look()}
+        for kind, average in averages.items():
+            with average.averaged_weights(model):
+                figures[kind] = look()
+        position = {"board": board_after(before), "legal": shown.legal[SHOWN_MOVE - 1]}
+        return {"weights": figures, "position": position, **values}
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        shares = {
+            part: {(arm, name): shares_of(runs, arm, name, part) for arm in self.arms("micro") for name in WEIGHTS}
+            for part in ("within", "beyond")
+        }
+        zero = [0.0] * sum(len(shares["beyond"][f"{kind}-30", "raw"]) for kind in KINDS)
+        findings = {}
+        for name in ("ema", "bema"):
+            gains = gains_of(name, shares["beyond"], "30")
+            findings[name] = Finding(describe(name, shares["beyond"]), verdict_below(zero, gains))
+
+        gains = gains_of("ema", shares["within"], "30")
+        verdict = "seen" if mean(gains) >= -CLOSE else "opposite" if is_below(gains, zero, CLOSE) else "not seen"
+        findings["ema-within"] = Finding(describe("ema", shares["within"]), verdict)
+
+        new, known = (gains_of("ema", shares["beyond"], length) for length in ("30", "whole"))
+        figure = (
+            f"EMA gains {format_values(new, 4)} where the length is new, {format_values(known, 4)} where it is not"
+        )
+        findings["ema-length"] = Finding(figure, verdict_below(known, new))
+
+        ls, mhsa = (
+            differences(shares["beyond"][f"{kind}-whole", "raw"], shares["beyond"][f"{kind}-30", "raw"])
+            for kind in ("ls", "mhsa")
+        )
+        figure = f"a share of {format_values(ls)} is lost with LS-attention, {format_values(mhsa)} with multi-head"
+        findings["ls"] = Finding(f"{figure} attention", verdict_below(ls, mhsa))
+        return findings
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Shares of legal moves in tables and over the moves of a game, and a board with the model's probabilities."""
+        rows = [
+            [
+                f"`{arm}`",
+                label,
+                *(
+                    format_values((run["weights"][name][key] for run in of_arm), 4)
+                    for key in ("legal_within", "legal_beyond", "mass_within", "mass_beyond")
+                ),
+            ]
+            for arm, of_arm in runs.items()
+            for name, label in WEIGHTS.items()
+        ]
+        parts = [f"moves {part}" for part in (f"2 to {NUM_SHORT}", f"{NUM_SHORT + 1} to {NUM_MOVES}")]
+        head = ["arm", "weights", *(f"{what}, {part}" for what in ("legal", "probability") for part in parts)]
+        trainings = [
+            [
+                f"`{arm}`",
+                format_values((run["max_logit"] for run in of_arm), 1),
+                f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
+            ]
+            for arm, of_arm in runs.items()
+        ]
+        sections = [
+            "Shares of moves before which the first choice is legal, and the mean probability of all legal moves "
+            f"together:\n\n{table(rows, head)}",
+            table(trainings, ["arm", "largest logit on the way", "diverged"]),
+        ]
+        curves = {arm: [over_moves(run["weights"]["raw"]["legal"]) for run in of_arm] for arm, of_arm in runs.items()}
+        plot_curves(folder / "legal.png", curves, "move", "share of legal first choices")
+        sections.append(
+            f"### Raw weights\n\nEach curve is a seed. The arms `...-30` know the first {NUM_SHORT} moves only.\n\n"
+            "![Share of legal first choices over the moves](legal.png)"
+        )
+        for arm, of_arm in runs.items():
+            plots = []
+            for key, what in (("legal", "share of legal first choices"), ("mass", "probability of legal moves")):
+                curves = {
+                    label: [over_moves(np.array([run["weights"][name][key] for run in of_arm], dtype=float).mean(0))]
+                    for name, label in WEIGHTS.items()
+                }
+                plot_curves(folder / f"{arm}_{key}.png", curves, "move", what)
+                plots.append(f"![{what.capitalize()}, {arm}]({arm}_{key}.png)")
+            sections.append("\n\n".join([f"### Averaged weights of `{arm}`\n\nMeans over seeds.", *plots]))
+        plot_boards(folder / "board.png", {arm: of_arm[0] for arm, of_arm in runs.items()})
+        sections.append(
+            f"### A board\n\nA game before its move {SHOWN_MOVE}, and the probability that the models of the first "
+            "seed give to each square: the darker, the higher. Circles mark the legal moves.\n\n"
+            "![A board with the probabilities of the next move](board.png)"
+        )
+        return "\n\n".join(sections)
+
+
+STUDY = Othello()
+
+
+def play(generator: np.random.Generator, num_moves: int = NUM_MOVES) -> Game:
+    """
+    A game of random legal moves, all of which are as likely, or its first moves. Every game takes as many random
+    numbers, so that those of a generator are the same games wherever they are cut.
+
+    Raises:
+        ImportError: rust-reversi is not installed.
+    """
+    try:
+        from rust_reversi import Board  # noqa: PLC0415 (an optional package)
+    except ImportError as error:
+        raise ImportError("the games need the package rust-reversi: pip install rust-reversi") from error
+    board, game = Board(), Game([], [])
+    for number in generator.random(NUM_MOVES)[:num_moves].tolist():
+        if board.is_game_over():
+            break
+        if board.is_pass():
+            board.do_pass()
+        legal = board.get_legal_moves_vec()
+        move = legal[int(number * len(legal))]
+        board.do_move(move)
+        game.moves.append(move)
+        game.legal.append(legal)
+    return game
+
+
+def board_after(moves: Sequence[int]) -> str:
+    """The board after these moves, a character for each square: `X` is black, which begins, `O` white, `-` empty."""
+    from rust_reversi import Board  # noqa: PLC0415 (an optional package)
+
+    board = Board()
+    for move in moves:
+        if board.is_pass():
+            board.do_pass()
+        board.do_move(move)
+    return board.get_board_line()
+
+
+def as_row(moves: Sequence[int], length: int) -> dict[str, np.ndarray]:
+    """Moves as a row of a batch, `(length,)` each; what is missing of a game that ended early is not predicted."""
+    ids, labels = np.zeros(length, dtype=np.int64), np.full(length, -100)
+    ids[: len(moves)] = labels[: len(moves)] = moves
+    return {"input_ids": ids, "labels": labels}
+
+
+@torch.no_grad()
+def measure(model: nn.Module, games: Sequence[Game], batch_size: int = 64) -> dict:
+    """
+    How a model plays by the rules.
+
+    Returns:
+        For the moves from the second on, `legal`, the share of games in which the first choice is legal, and `mass`,
+        the mean probability of all legal moves together, both over the games that last so long; and their means over
+        the moves up to `NUM_SHORT` (`legal_within`, `mass_within`) and over those behind (`..._beyond`).
+    """
+    ids = torch.as_tensor(np.stack([as_row(game.moves, NUM_MOVES)["input_ids"] for game in games]))
+    is_legal = torch.zeros(len(games), NUM_MOVES, NUM_SQUARES, dtype=torch.bool)
+    for i, game in enumerate(games):
+        for j, legal in enumerate(game.legal):
+            is_legal[i, j, legal] = True
+    is_legal = is_legal[:, 1:]
+    logits = (model(batch.to(model.device)).logits[:, :-1].float().cpu() for batch in ids.split(batch_size))
+    probabilities = torch.cat([x.softmax(-1) for x in logits])
+    figures = {
+        "legal": is_legal.gather(-1, probabilities.argmax(-1, keepdim=True)).squeeze(-1).double(),
+        "mass": (probabilities * is_legal).sum(-1).double(),
+    }
+    is_played = is_legal.any(-1)
+    parts = {"within": slice(NUM_SHORT - 1), "beyond": slice(NUM_SHORT - 1, None)}
+    result: dict[str, Any] = {}
+    for key, values in figures.items():
+        values[~is_played] = torch.nan
+        result[key] = rounded(values.nanmean(0))
+        for part, moves in parts.items():
+            result[f"{key}_{part}"] = values[:, moves].nanmean().item()
+    return result
+
+
+@torch.no_grad()
+def next_move(model: nn.Module, moves: Sequence[int]) -> list[float]:
+    """The probability that the model gives to each square after these moves."""
+    logits = model(torch.tensor([moves], device=model.device)).logits
+    return rounded(logits[0, -1].float().softmax(-1))
+
+
+def rounded(values: torch.Tensor) -> list[float]:
+    """As many digits as the report can use."""
+    return [round(value, 5) for value in values.tolist()]
+
+
+def shares_of(runs: Runs, arm: str, name: str, part: str) -> list[float]:
+    """The share of legal first choices of one set of weights, within or beyond the trained length, for each seed."""
+    return [run["weights"][name][f"legal_{part}"] for run in runs.of(arm)]
+
+
+def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """The first less the second, seed by seed."""
+    return [a - b for a, b in zip(first, second)]
+
+
+def gains_of(name: str, shares: Mapping[tuple[str, str], Sequence[float]], length: str) -> list[float]:
+    """What averaged weights gain over the raw ones of the same training, for each seed of both kinds of attention."""
+    pairs = [(shares[f"{kind}-{length}", name], shares[f"{kind}-{length}", "raw"]) for kind in KINDS]
+    return [gain for averaged, raw in pairs for gain in differences(averaged, raw)]
+
+
+def describe(name: str, shares: Mapping[tuple[str, str], Sequence[float]]) -> str:
+    """What averaged weights gain in the arms with short games, and the shares of both sets of weights there."""
+    arms = [f"{kind}-30" for kind in KINDS]
+    figures = (f"{format_values(shares[x, name])} instead of {format_values(shares[x, 'raw'])} in `{x}`" for x in arms)
+    gain = format_values(gains_of(name, shares, "30"), 4)
+    return f"{WEIGHTS[name]} gains {gain}: share of legal first choices {', '.join(figures)}"
+
+
+def over_moves(values: Sequence[float | None]) -> list[tuple[float, float]]:
+    """A curve over the moves that are predicted, from the second on."""
+    return points(list(enumerate(values, start=2)))
+
+
+def plot_boards(path: Path, runs: Mapping[str, dict]):
+    """
+    Draws the board of each run with its three sets of weights: discs, the probabilities of the next move as shades,
+    and circles around the legal moves.
+    """
+    figure = Figure(figsize=(8.4, 0.2 + 2.6 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), len(WEIGHTS), squeeze=False)
+    shades = {
+        (arm, name): np.array(run["weights"][name]["next_move"], dtype=float).reshape(8, 8)
+        for arm, run in runs.items()
+        for name in WEIGHTS
+    }
+    darkest = max((x.max() for x in shades.values() if np.isfinite(x).all()), default=1.0)
+    for row, (arm, run) in zip(grid, runs.items()):
+        legal = run["position"]["legal"]
+        for axes, (name, label) in zip(row, WEIGHTS.items()):
+            shade = shades[arm, name]
+            image = axes.imshow(shade, cmap="Blues", vmin=0.0, vmax=darkest)
+            axes.set_title(f"{arm}, {label}: legal {shade.flat[legal].sum():.1%}", fontsize=9)
+            for square, disc in enumerate(run["position"]["board"]):
+                y, x = divmod(square, 8)
+                if disc != "-":
+                    axes.scatter(x, y, s=130, color="black" if disc == "X" else "white", edgecolors="black")
+                elif square in legal:
+                    axes.scatter(x, y, s=130, color="none", edgecolors="C3")
+            axes.set_xticks(range(8), "abcdefgh", fontsize=8)
+            axes.set_yticks(range(8), "12345678", fontsize=8)
+            axes.tick_params(length=0)
+    figure.colorbar(image, ax=grid, label="probability of the next move", shrink=0.6)
+    figure.savefig(path, dpi=150)
