@@ -19,6 +19,8 @@ STUDIES = {
     "long-range": "long_range",
     "where-heads-look": "where_heads_look",
     "images": "images",
+    "noisy-labels": "noisy_labels",
+    "noisy-text": "noisy_text",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 
