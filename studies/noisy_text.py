@@ -71,7 +71,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 350}, 5, 0.65),
+        "micro": Scale("micro", {"max_steps": 300, "warmup_steps": 50}, 5, 0.7),
         # The loss is computed outside of the model, which returns all of its logits: small batches.
         "paper": Scale(
             "paper-v1",

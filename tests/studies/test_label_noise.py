@@ -70,7 +70,7 @@ def test_a_share_of_the_labels_is_replaced_by_others(share):
 
 def test_the_digits_are_cut_into_training_and_test():
     digits = load_digits(DIGITS)
-    assert {name: images.shape for name, (images, _) in digits.items()} == {"train": (1198, 64), "test": (599, 64)}
+    assert {name: images.shape for name, (images, _) in digits.items()} == {"train": (400, 64), "test": (1397, 64)}
     seen = {image.tobytes() for image in digits["train"][0]}
     assert not any(image.tobytes() in seen for image in digits["test"][0])
     for images, labels in digits.values():
