@@ -96,27 +96,33 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
                 "preset": "demo",
                 "config": {
                     "hidden_size": 48,
+                    "num_global_heads": 3,  # the answer is read from the last pixel, and one head of width 8 is narrow
                     "sliding_window": 9,  # reaches the pixel above
                     "max_position_embeddings": 64,
                     "position_embedding_type": "learned",
                 },
                 "shares": (0.0, 0.2, 0.4, 0.6),
                 "options": {
-                    "max_steps": 600,
-                    "per_device_train_batch_size": 16,
-                    "learning_rate": 1e-2,
-                    "warmup_steps": 60,
+                    "max_steps": 500,
+                    "per_device_train_batch_size": 32,
+                    "learning_rate": 3e-3,
+                    "warmup_steps": 50,
                 },
             },
             5,
-            0.5,
+            0.9,
         ),
         "paper": Scale(
             None,
             {
                 "dataset": "ylecun/mnist",
                 "preset": "paper-v1",
-                "config": {"sliding_window": 29, "max_position_embeddings": 784, "position_embedding_type": "learned"},
+                "config": {
+                    "num_global_heads": 3,
+                    "sliding_window": 29,  # reaches the pixel above
+                    "max_position_embeddings": 784,
+                    "position_embedding_type": "learned",
+                },
                 "shares": (0.0, 0.2, 0.4, 0.6),
                 "options": {
                     "max_steps": 20_000,

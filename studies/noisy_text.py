@@ -71,7 +71,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 300, "warmup_steps": 50}, 5, 0.7),
+        "micro": Scale("micro", {"max_steps": 300, "warmup_steps": 50}, 5, 0.6),
         # The loss is computed outside of the model, which returns all of its logits: small batches.
         "paper": Scale(
             "paper-v1",
@@ -88,7 +88,8 @@ run has diverged when its loss became not finite or ended above that of guessing
 
     def arms(self, scale: str) -> Mapping[str, Any]:
         """LS-attention at every exponent, on clean and on corrupted text."""
-        return {arm_at(kind, e): load_arms()["ls"] for e in EXPONENTS for kind in SHARES}
+        ls = load_arms()["ls"]
+        return {arm_at(kind, e): ls for e in EXPONENTS for kind in SHARES}
 
     def build(self, arguments: Arguments, arm: str) -> Trainer:
         """The trainer of a run, with the loss and the training text of its arm."""
