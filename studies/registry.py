@@ -21,6 +21,8 @@ STUDIES = {
     "images": "images",
     "set-complement": "set_complement",
     "othello": "othello",
+    "noisy-labels": "noisy_labels",
+    "noisy-text": "noisy_text",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 

@@ -175,11 +175,16 @@ class TrainingStudy(Study):
             if checkpoint := checkpoint_or_empty(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
             arguments = join_arm(base.recipe, arm, self.arms(scale)[arm], overrides)
-            trainer = build_trainer(arguments)
-            self.change(trainer, arm)
+            trainer = self.build(arguments, arm)
             if train(trainer, arguments) is None:
                 raise SystemExit("interrupted; the checkpoint is saved")
         return collect(run_folder) | self.measure(run_folder)
+
+    def build(self, arguments: Arguments, arm: str) -> Trainer:
+        """The trainer of a run, changed by `change`."""
+        trainer = build_trainer(arguments)
+        self.change(trainer, arm)
+        return trainer
 
     def change(self, trainer: Trainer, arm: str):
         """Changes the trainer of a run in what a recipe cannot say."""

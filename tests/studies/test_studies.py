@@ -102,6 +102,7 @@ AT_PAPER_SCALE = {
     "sparse-dependencies": "mhsa-hidden",
     "lengths": "ls-rope",
     "where-heads-look": "ls",
+    "noisy-text": "corrupted-e0.7",
 }
 
 

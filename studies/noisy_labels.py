@@ -1,0 +1,367 @@
+"""Does an exponentiated loss help a classifier of which some labels are wrong?"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator, set_seed
+
+from lsgpt import LSGPTConfig, LSGPTForSequenceClassification
+from lsgpt.configuration import load_preset
+from lsgpt.training import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
+from lsgpt.training.losses import LossFunction
+from lsgpt.training.plots import plot_curves
+from lsgpt.utilities import table
+
+from .learning_rates import verdict_below
+from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, points
+
+
+DIGITS = "scikit-learn"
+"""The name of the data set of handwritten digits that comes with scikit-learn."""
+
+NUM_TRAINING_IMAGES = 400
+"""Of `DIGITS`; all others are for the test."""
+
+NUM_CLASSES = 10
+NUM_GREYS = 17
+PAD = NUM_GREYS
+"""The token after the grey levels, which no image has: classifiers look for the last token that is not padding."""
+
+EXPONENTS = (1, 0.9, 0.7, 0.5)
+"""Exponents of both studies of noise. The first one is the cross-entropy, which the others are compared with."""
+
+LOSSES: dict[str, LossFunction] = {
+    **{f"e{e:g}": exponentiated_loss(e) for e in EXPONENTS},
+    "gce": generalized_cross_entropy(0.7),
+    "sce": symmetric_cross_entropy(0.1, 1.0),
+}
+CROSS_ENTROPY, *EXPONENTIATED = [f"e{e:g}" for e in EXPONENTS]
+BASELINES = ("gce", "sce")
+
+CLOSE = 0.01
+"""The largest difference of accuracies that counts as none."""
+
+
+class NoisyLabels(Study):
+    """Exponentiated losses on images of digits, of which 0 to 60% have a wrong label in the training."""
+
+    name = "noisy-labels"
+    title = "Wrong labels"
+    question = """\
+The cross-entropy gives most weight to the examples with the largest losses, and wrong labels are among them. Raised
+to a power below 1, it gives them less (arXiv:1902.06127). Does a classifier then become better, and does it cost
+anything where all labels are right?"""
+    protocol = f"""\
+A classifier (`LSGPTForSequenceClassification`) reads handwritten digits pixel by pixel, in {NUM_GREYS} grey levels. At
+`micro` they are the 1,797 digits of scikit-learn, 8 x 8 pixels: {NUM_TRAINING_IMAGES} for the training, few enough to
+be learnt by heart, and the others for the test. At `paper` they are those of MNIST. Before the training 0, 20, 40, or
+60% of the training labels are replaced by one of the other nine, drawn at random; the test labels stay right. An arm
+is a loss: `e...` the cross-entropy to this power, `gce` generalized cross-entropy (q = 0.7), `sce` symmetric
+cross-entropy (alpha = 0.1, beta = 1, A = -4). Each run trains a new model for each share of wrong labels. In all arms,
+runs with the same seed share initial weights, order of the examples, and wrong labels, and differences are taken seed
+by seed. The accuracy is that of the last step: nothing chooses an earlier one."""
+    claims = {
+        "wrong": Claim(
+            "with wrong labels, an exponent below 1 gives a higher accuracy on clean data",
+            "paper (arXiv:1902.06127)",
+            "with at least two of the three exponents, the test accuracy, averaged over 20, 40 and 60% of wrong "
+            "labels, is above that of the cross-entropy by more than two standard errors of the difference",
+            "with at least two of them, it is below by more than that",
+        ),
+        "right": Claim(
+            "without wrong labels, an exponent below 1 costs nothing",
+            "ours",
+            "with each of the three exponents, the mean accuracy is below that of the cross-entropy by at most "
+            f"{CLOSE:g}",
+            "with at least two of them, it is below by more than that, and by more than two standard errors",
+        ),
+        "baselines": Claim(
+            "the exponentiated loss does as well as generalized and symmetric cross-entropy",
+            "ours",
+            "the mean accuracy, averaged over 20, 40 and 60% of wrong labels, with the best of the three exponents is "
+            f"below that of the better of the two by at most {CLOSE:g}",
+            "it is below by more than that, and by more than two standard errors",
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {
+                "dataset": DIGITS,
+                "preset": "demo",
+                "config": {
+                    "hidden_size": 48,
+                    "num_global_heads": 3,  # the answer is read from the last pixel, and one head of width 8 is narrow
+                    "sliding_window": 9,  # reaches the pixel above
+                    "max_position_embeddings": 64,
+                    "position_embedding_type": "learned",
+                },
+                "shares": (0.0, 0.2, 0.4, 0.6),
+                "options": {
+                    "max_steps": 500,
+                    "per_device_train_batch_size": 32,
+                    "learning_rate": 3e-3,
+                    "warmup_steps": 50,
+                },
+            },
+            5,
+            0.9,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "dataset": "ylecun/mnist",
+                "preset": "paper-v1",
+                "config": {
+                    "num_global_heads": 3,
+                    "sliding_window": 29,  # reaches the pixel above
+                    "max_position_embeddings": 784,
+                    "position_embedding_type": "learned",
+                },
+                "shares": (0.0, 0.2, 0.4, 0.6),
+                "options": {
+                    "max_steps": 20_000,
+                    "per_device_train_batch_size": 128,
+                    "learning_rate": 6e-4,
+                    "warmup_steps": 1000,
+                },
+            },
+            5,
+            150.0,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """The losses."""
+        return LOSSES
+
+    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+        """Looks whether the images can be had, before the first run. Raises `ImportError` as `load_digits`."""
+        load_digits(self.scales[scale].fields["dataset"])
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains a model for each share of wrong labels, and measures their accuracies."""
+        settings = self.scales[scale].fields
+        config = load_preset(settings["preset"], vocab_size=PAD + 1, pad_token_id=PAD, **settings["config"])
+        config.num_labels = NUM_CLASSES
+        loss, run_folder = self.arms(scale)[arm], folder / arm / f"seed-{seed}"
+        digits = load_digits(settings["dataset"])
+        (images, labels), (test_images, test_labels) = digits["train"], digits["test"]
+        by_share = []
+        for share in settings["shares"]:
+            given = replace_labels(labels, share, seed)
+            model = train_classifier(config, images, given, loss, seed, run_folder, settings["options"])
+            gives_back, is_wrong = classify(model, images) == given, given != labels
+            fit = {
+                "share": share,
+                "accuracy": float(np.mean(classify(model, test_images) == test_labels)),
+                "fitted": float(gives_back[~is_wrong].mean()),
+            }
+            by_share.append(fit | ({"memorized": float(gives_back[is_wrong].mean())} if is_wrong.any() else {}))
+        return {"by_share": by_share}
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        right, wrong = (
+            {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms("micro")}
+            for is_noisy in (False, True)
+        )
+        best, baseline = (max(arms, key=lambda arm: sum(wrong[arm])) for arms in (EXPONENTIATED, BASELINES))
+        return {
+            "wrong": Finding(
+                _list("accuracy with wrong labels", wrong, (CROSS_ENTROPY, *EXPONENTIATED)),
+                judge_gains([_differences(wrong[arm], wrong[CROSS_ENTROPY]) for arm in EXPONENTIATED]),
+            ),
+            "right": Finding(
+                _list("accuracy without wrong labels", right, (CROSS_ENTROPY, *EXPONENTIATED)),
+                judge_costs([_differences(right[CROSS_ENTROPY], right[arm]) for arm in EXPONENTIATED], CLOSE),
+            ),
+            "baselines": Finding(
+                _list("accuracy with wrong labels", wrong, (best, *BASELINES)),
+                judge_costs([_differences(wrong[baseline], wrong[best])], CLOSE),
+            ),
+        }
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """Accuracy of each loss over the share of wrong labels, and what became of these labels."""
+        shares = sorted({fit["share"] for of_arm in runs.values() for run in of_arm for fit in run["by_share"]})
+        curves = {
+            arm: [points([(100 * fit["share"], fit["accuracy"]) for fit in run["by_share"]]) for run in of_arm]
+            for arm, of_arm in runs.items()
+        }
+        plot_curves(folder / "accuracy.png", curves, "wrong labels in the training (%)", "test accuracy")
+        sections = ["![Test accuracy over the share of wrong labels](accuracy.png)"]
+        for key, title in (
+            ("accuracy", "Test accuracy"),
+            ("fitted", "Share of the right training labels that the model gives back"),
+            ("memorized", "Share of the wrong training labels that the model gives back"),
+        ):
+            rows = [
+                [
+                    f"`{arm}`",
+                    *(
+                        format_values(
+                            fit[key]
+                            for run in of_arm
+                            for fit in run["by_share"]
+                            if fit["share"] == share and key in fit
+                        )
+                        for share in shares
+                    ),
+                ]
+                for arm, of_arm in runs.items()
+            ]
+            head = ["loss", *(f"{share:.0%} wrong" for share in shares)]
+            sections.append(f"### {title}\n\n{table(rows, head)}")
+        return "\n\n".join(sections)
+
+
+STUDY = NoisyLabels()
+
+
+def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """
+    Images of digits in `NUM_GREYS` grey levels, pixel by pixel, and what they show.
+
+    Args:
+        dataset: `DIGITS`, of which the test has all but `NUM_TRAINING_IMAGES`; or a data set with the columns `image`
+            and `label` and the splits `train` and `test`, by its name on the Hub or its folder.
+
+    Returns:
+        For each of the splits `train` and `test` the images `(N, n)` and the labels `(N,)`.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if dataset != DIGITS:
+        from datasets import load_dataset  # noqa: PLC0415 (for `paper` only)
+
+        return {
+            name: (np.stack([to_greys(image) for image in split["image"]]), np.array(split["label"]))
+            for name, split in load_dataset(dataset).items()
+            if name in ("train", "test")
+        }
+    try:
+        from sklearn.datasets import load_digits as load  # noqa: PLC0415 (an optional package)
+        from sklearn.model_selection import train_test_split  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("the digits need the package scikit-learn: pip install scikit-learn") from error
+    images, labels = load(return_X_y=True)
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images.astype(np.int64), labels, train_size=NUM_TRAINING_IMAGES, random_state=0, stratify=labels
+    )
+    return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
+
+
+def to_greys(image) -> np.ndarray:
+    """Pixels `(rows * columns,)` of a Pillow image from 0, black, to `NUM_GREYS - 1`, white."""
+    return np.rint(np.asarray(image.convert("L")).reshape(-1) * ((NUM_GREYS - 1) / 255)).astype(np.int64)
+
+
+def replace_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """
+    Replaces a share of the labels `(N,)`, rounded to whole ones, by one of the other classes, all of which are as
+    likely. With the same seed, labels that are replaced at one share are replaced at every larger one, too.
+    """
+    generator = np.random.default_rng(seed)
+    order, shifts = generator.permutation(len(labels)), generator.integers(1, NUM_CLASSES, len(labels))
+    chosen = order[: round(share * len(labels))]
+    replaced = labels.copy()
+    replaced[chosen] = (labels[chosen] + shifts[chosen]) % NUM_CLASSES
+    return replaced
+
+
+def train_classifier(
+    config: LSGPTConfig,
+    images: np.ndarray,
+    labels: np.ndarray,
+    loss: LossFunction,
+    seed: int,
+    folder: Path,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    """
+    Trains a new classifier with the optimizer and schedule of the recipe `micro`.
+
+    Args:
+        config: The model.
+        images: `(N, n)` grey levels.
+        labels: `(N,)`.
+        loss: What is minimized.
+        seed: Of the weights and of the order of the examples.
+        folder: For the Trainer, which leaves nothing there.
+        options: Fields of `TrainingArguments`, `max_steps` among them.
+
+    Returns:
+        The trained model in evaluation mode.
+    """
+    set_seed(seed)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        seed=seed,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        bf16=torch.cuda.is_available(),
+        logging_steps=max(1, options["max_steps"] // 10),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    trainer = Trainer(
+        model=LSGPTForSequenceClassification(config),
+        args=args,
+        train_dataset=Dataset.from_dict({"input_ids": images, "labels": labels}),
+        data_collator=default_data_collator,
+        compute_loss_func=loss,
+    )
+    trainer.train()
+    return trainer.model.eval()
+
+
+@torch.no_grad()
+def classify(model: torch.nn.Module, images: np.ndarray, batch_size: int = 256) -> np.ndarray:
+    """The most likely class of each of the images `(N, n)`, `(N,)`."""
+    batches = torch.as_tensor(images, device=model.device).split(batch_size)
+    return torch.cat([model(batch).logits.argmax(-1) for batch in batches]).cpu().numpy()
+
+
+def mean_accuracy(run: dict, is_noisy: bool) -> float:
+    """The test accuracy of a run, averaged over the shares of wrong labels above 0, or the one at 0."""
+    return statistics.fmean(fit["accuracy"] for fit in run["by_share"] if (fit["share"] > 0) == is_noisy)
+
+
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(first, second)]
+
+
+def _list(what: str, values: Mapping[str, list[float]], arms: Sequence[str]) -> str:
+    return f"{what}: " + ", ".join(f"{format_values(values[arm])} for `{arm}`" for arm in arms)
+
+
+def judge_gains(gains: Sequence[Sequence[float]]) -> str:
+    """
+    The verdict on a gain of several arms, for each of which there is one of every seed: `seen` where those of at least
+    two arms are positive by more than two standard errors, `opposite` where they are negative.
+    """
+    verdicts = [verdict_below([0.0] * len(of_arm), of_arm) for of_arm in gains]
+    return next((verdict for verdict in ("seen", "opposite") if verdicts.count(verdict) >= 2), "not seen")
+
+
+def judge_costs(costs: Sequence[Sequence[float]], close: float) -> str:
+    """
+    The verdict on costing nothing: `seen` where the mean cost of no arm is above `close`, `opposite` where those of at
+    least two arms, or of the only one, are above it and above two standard errors.
+    """
+    if all(statistics.fmean(of_arm) <= close for of_arm in costs):
+        return "seen"
+    dear = sum(is_below([0.0] * len(of_arm), of_arm, close) for of_arm in costs)
+    return "opposite" if dear >= min(2, len(costs)) else "not seen"
