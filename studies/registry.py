@@ -19,6 +19,7 @@ STUDIES = {
     "long-range": "long_range",
     "where-heads-look": "where_heads_look",
     "images": "images",
+    "soft-thinking": "soft_thinking",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 
