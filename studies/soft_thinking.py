@@ -18,15 +18,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
+from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
+from lsgpt.training import LSGPTTrainer
 from lsgpt.training.plots import plot_curves
 from lsgpt.training.report import points_of
 from lsgpt.utilities import table
 
-from .streams import train_on_stream
+from .streams import Stream
 from .study import (
     NUM_POINTS,
     Claim,
@@ -110,10 +115,10 @@ the unbiased estimator (arXiv:2107.03374) from 64 samples of each problem at `mi
 and with soft thinking. The claims compare soft thinking of `soft-grpo` with discrete thinking of `grpo` and `none`.
 Differences are taken seed by seed, since all arms of a seed share a model.
 
-At `micro` problems are sums of three numbers of two digits. A small LSGPT first learns from examples to write down
-the sum of the first two, then `</think>`, then the answer, and is not right every time when the reinforcement begins.
-At `paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K.
-If neither training raises pass@1, no comparison of the two says anything, and it stays open."""
+At `micro` problems are sums of three numbers: below 10, below 100 or below 1,000, as many of each. A small LSGPT first
+learns from examples to write down the sum of the first two, then `</think>`, then the answer, until 40% of its answers
+to other sums are right. At `paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the
+problems are those of GSM8K. If neither training raises pass@1, a comparison of the two says nothing, and stays open."""
     claims = {
         "pass-32": Claim(
             "SofT-GRPO raises pass@32 above that of GRPO",
@@ -146,7 +151,7 @@ If neither training raises pass@1, no comparison of the two says anything, and i
             None,
             {
                 "num_terms": 3,
-                "num_digits": 2,
+                "num_digits": 3,
                 "preset": "demo",
                 "config": {
                     "hidden_size": 72,
@@ -154,8 +159,10 @@ If neither training raises pass@1, no comparison of the two says anything, and i
                     "sliding_window": 12,
                     "max_position_embeddings": 64,
                 },
+                "right_enough": 0.4,
+                "check_every_n_steps": 25,
                 "supervised_options": {
-                    "max_steps": 1200,
+                    "max_steps": 4000,
                     "per_device_train_batch_size": 64,
                     "learning_rate": 5e-3,
                     "warmup_steps": 100,
@@ -165,7 +172,7 @@ If neither training raises pass@1, no comparison of the two says anything, and i
                     "per_device_train_batch_size": 256,
                     "steps_per_generation": 2,
                     "learning_rate": 3e-4,
-                    "max_completion_length": 12,
+                    "max_completion_length": 14,
                     "gradient_checkpointing": False,
                 },
                 "num_problems": 10_000,
@@ -295,8 +302,13 @@ STUDY = SoftThinking()
 
 
 def make_sum(generator: np.random.Generator, num_terms: int, num_digits: int) -> Problem:
-    """A sum whose thinking is the sums on the way; all numbers have leading zeros, and so all problems one length."""
-    terms = generator.integers(10**num_digits, size=num_terms)
+    """
+    A sum whose thinking is the sums on the way.
+
+    It is as often of numbers below 10 as of numbers below 100, and so on up to `num_digits` digits: some problems are
+    hard, and some easy. All numbers have leading zeros, and so all problems one length.
+    """
+    terms = generator.integers(10 ** generator.integers(1, num_digits + 1), size=num_terms)
     width = len(str(num_terms * (10**num_digits - 1)))
     *partial, total = (f"{x:0{width}}" for x in terms.cumsum()[1:])
     return Problem("+".join(f"{x:0{num_digits}}" for x in terms) + "=", ",".join(partial), total)
@@ -358,6 +370,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=symbols, pad_token="<pad>", eos_token="<eos>")
 
 
+class StopWhenPartlyRight(TrainerCallback):
+    """Ends the training once a share of new problems is answered right, which leaves something to reinforce."""
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]):
+        self.problems, self.tokenizer = problems, tokenizer
+        self.settings = {**settings, "eval_samples": 1}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % self.settings["check_every_n_steps"] == 0:
+            num_right = sum(count_right(model.eval(), self.tokenizer, self.problems, DISCRETE, self.settings))
+            control.should_training_stop = num_right >= self.settings["right_enough"] * len(self.problems)
+            print(f"{num_right} of {len(self.problems)} right after {state.global_step} steps", flush=True)
+
+
 def train_supervised(settings: Mapping[str, Any], seed: int, path: Path) -> Path:
     """
     Trains a model on examples, unless it is in its folder already, and saves it there with its tokenizer.
@@ -368,7 +394,15 @@ def train_supervised(settings: Mapping[str, Any], seed: int, path: Path) -> Path
     with FileLock(f"{path}.lock"):
         if path.exists():
             return path
+        set_seed(seed)
         tokenizer = make_tokenizer()
+        held_out = {problem.prompt for problem in held_out_sums(settings)}
+
+        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
+            prompt, thinking, answer = training_sum(generator, settings, held_out)
+            ids = np.array(tokenizer.encode(f"{prompt}{thinking}{END_OF_THINKING}{answer}<eos>"))
+            return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < len(prompt), -100, ids)}
+
         config = load_preset(
             settings["preset"],
             **settings["config"],
@@ -376,17 +410,31 @@ def train_supervised(settings: Mapping[str, Any], seed: int, path: Path) -> Path
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        held_out = {problem.prompt for problem in held_out_sums(settings)}
-
-        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
-            prompt, thinking, answer = training_sum(generator, settings, held_out)
-            ids = np.array(tokenizer.encode(f"{prompt}{thinking}{END_OF_THINKING}{answer}<eos>"))
-            labels = np.where(np.arange(len(ids)) < len(prompt), -100, ids)
-            return {"input_ids": ids, "labels": labels}
-
         partial = path.with_name(f"{path.name}-partial")
-        model, _ = train_on_stream(config, make_row, seed, partial, settings["supervised_options"])
-        model.save_pretrained(partial)
+        args = TrainingArguments(
+            output_dir=str(partial),
+            seed=seed,
+            lr_scheduler_type="constant_with_warmup",
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            logging_steps=settings["check_every_n_steps"],
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **settings["supervised_options"],
+        )
+        generator = np.random.default_rng([seed, 2])
+        checks = [training_sum(generator, settings, held_out) for _ in range(settings["eval_problems"])]
+        trainer = LSGPTTrainer(
+            model=LSGPTForCausalLM(config),
+            args=args,
+            train_dataset=Stream(make_row, seed),
+            data_collator=default_data_collator,
+            callbacks=[StopWhenPartlyRight(checks, tokenizer, settings)],
+        )
+        trainer.train()
+        trainer.model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(path)
     return path

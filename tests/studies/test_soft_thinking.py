@@ -8,10 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_synthetic_studies import report_of, shrink, verdicts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lsgpt.studies import load_study
+from lsgpt.studies import judge, load_study, write_report
 from lsgpt.studies.soft_thinking import (
     ATTEMPTS,
     END_OF_THINKING,
@@ -26,6 +25,7 @@ from lsgpt.studies.soft_thinking import (
     pass_at,
     train_supervised,
 )
+from lsgpt.studies.study import Runs
 
 
 SEEDS = (42, 43)
@@ -34,6 +34,9 @@ TINY = {
     "num_terms": 2,
     "num_digits": 1,
     "config": {"hidden_size": 24, "num_hidden_layers": 1, "sliding_window": 4, "max_position_embeddings": 32},
+    "preset": "demo",
+    "right_enough": 1.0,
+    "check_every_n_steps": 2,
     "supervised_options": {
         "max_steps": 3,
         "per_device_train_batch_size": 4,
@@ -57,11 +60,36 @@ TINY = {
 }
 
 
+def shrink(monkeypatch, study, **changes):
+    """Puts other settings into all scales of a study."""
+    scales = {name: scale._replace(fields={**scale.fields, **changes}) for name, scale in study.scales.items()}
+    monkeypatch.setattr(study, "scales", scales)
+
+
 @pytest.fixture
 def study(monkeypatch):
     study = load_study("soft-thinking")
-    shrink(monkeypatch, study, **TINY, preset="demo")
+    shrink(monkeypatch, study, **TINY)
     return study
+
+
+def report_of(study, runs, folder):
+    """Writes runs as `lsgpt study` does, and returns the report that is made from the file alone."""
+    common = {"scale": "micro", "seconds": 1.0, "fields": [], "environment": {"system": "any"}}
+    lines = [
+        {"arm": arm, "seed": seed, "values": values, **common}
+        for arm, of_arm in runs.items()
+        for seed, values in zip(SEEDS, of_arm)
+    ]
+    folder.mkdir()
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
+    return write_report(study, folder).read_text(encoding="utf-8")
+
+
+def verdicts(study, runs):
+    """The verdicts on made-up runs, `{arm: [values of each seed]}`."""
+    return {claim: finding.verdict for claim, finding in judge(study, Runs(runs)).items()}
 
 
 # Problems
@@ -69,7 +97,7 @@ def study(monkeypatch):
 
 @pytest.mark.parametrize(("num_terms", "num_digits"), [(2, 1), (3, 2), (5, 3)])
 def test_answers_are_right(num_terms, num_digits):
-    generator, lengths = np.random.default_rng(0), set()
+    generator, lengths, largest = np.random.default_rng(0), set(), []
     for _ in range(200):
         prompt, thinking, answer = make_sum(generator, num_terms, num_digits)
         terms = prompt.removesuffix("=").split("+")
@@ -78,7 +106,11 @@ def test_answers_are_right(num_terms, num_digits):
         assert [int(x) for x in thinking.split(",") if x] == sums[:-1]
         assert int(answer) == sums[-1]
         lengths.add((len(prompt), len(thinking), len(answer)))
+        largest.append(max(map(int, terms)))
     assert len(lengths) == 1
+    for digits in range(1, num_digits + 1):  # as many of each size
+        share = np.mean([10 ** (digits - 1) <= x < 10**digits for x in largest])
+        assert share == pytest.approx(1 / num_digits, abs=0.1)
 
 
 def test_held_out_problems_are_in_no_training():
@@ -152,28 +184,39 @@ def test_soft_thinking_runs(study, tmp_path):
     assert study.run("none", 42, "micro", tmp_path / "again", ()) == runs["none"][0]
     text = report_of(study, runs, tmp_path / "report")
     assert text.count("Verdict: **open**") == 4 and "| `soft-grpo` | soft |" in text
-    assert (tmp_path / "report" / "reward.png").exists()
+    for plot in ("pass.png", "reward.png"):
+        assert f"]({plot})" in text and (tmp_path / "report" / plot).stat().st_size > 1000
     for arm, of_arm in runs.items():
         assert f"| `{arm}` |" in report_of(study, {arm: of_arm}, tmp_path / f"report-of-{arm}")
 
 
 def test_models_of_a_seed_are_made_once_and_whole(tmp_path, monkeypatch):
-    path = train_supervised({**TINY, "preset": "demo"}, 42, tmp_path / "model")
+    path = train_supervised(TINY, 42, tmp_path / "model")
     before = AutoModelForCausalLM.from_pretrained(path).state_dict()
     stamp = (path / "model.safetensors").stat().st_mtime_ns
-    assert train_supervised({**TINY, "preset": "demo"}, 42, path) == path
+    assert train_supervised(TINY, 42, path) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == stamp
     # What an interrupted process left is no model.
     other = tmp_path / "other"
     (tmp_path / "other-partial").mkdir()
-    again = AutoModelForCausalLM.from_pretrained(train_supervised({**TINY, "preset": "demo"}, 42, other)).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(train_supervised(TINY, 42, other)).state_dict()
     assert all(torch.equal(before[name], again[name]) for name in before)
     assert AutoTokenizer.from_pretrained(other).encode("1+2") == make_tokenizer().encode("1+2")
 
 
+def test_the_supervised_training_ends_when_enough_is_right(tmp_path, capsys):
+    """At the latest at its last step, and at the first check if nothing need be right."""
+    for share, expected in ((1.0, ["2", "4"]), (0.0, ["2"])):
+        options = {**TINY["supervised_options"], "max_steps": 5}
+        settings = {**TINY, "right_enough": share, "supervised_options": options}
+        train_supervised(settings, 42, tmp_path / f"until-{share}")
+        lines = [line for line in capsys.readouterr().out.splitlines() if " right after " in line]
+        assert [line.split()[-2] for line in lines] == expected
+
+
 def test_right_answers_are_counted_problem_by_problem(study, tmp_path):
     """A model that was trained on 1 + 2 = 03 alone says so whatever it is asked."""
-    settings = {**TINY, "preset": "demo", "eval_batch_size": 7, "eval_samples": 5}
+    settings = {**TINY, "eval_batch_size": 7, "eval_samples": 5}
     path = train_supervised(settings, 42, tmp_path / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), make_tokenizer()
     tokenizer.padding_side = "left"
@@ -197,7 +240,7 @@ CHAT = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% e
 
 
 def test_the_papers_scale_runs_on_a_data_set_of_the_hub(study, tmp_path, monkeypatch):
-    model = train_supervised({**TINY, "preset": "demo"}, 42, tmp_path / "model")
+    model = train_supervised(TINY, 42, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template, tokenizer.bos_token = CHAT, "<pad>"
     tokenizer.save_pretrained(model)
