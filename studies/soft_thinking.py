@@ -118,7 +118,7 @@ Differences are taken seed by seed, since all arms of a seed share a model.
 At `micro` problems are sums of three numbers: below 10, below 100 or below 1,000, as many of each. A small LSGPT first
 learns from examples to write down the sum of the first two, then `</think>`, then the answer, until 40% of its answers
 to other sums are right. At `paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the
-problems are those of GSM8K. If neither training raises pass@1, a comparison of the two says nothing, and stays open."""
+problems are those of GSM8K. If neither training raises pass@1, comparing the two says nothing, and stays open."""
     claims = {
         "pass-32": Claim(
             "SofT-GRPO raises pass@32 above that of GRPO",
