@@ -116,9 +116,10 @@ and with soft thinking. The claims compare soft thinking of `soft-grpo` with dis
 Differences are taken seed by seed, since all arms of a seed share a model.
 
 At `micro` problems are sums of three numbers: below 10, below 100 or below 1,000, as many of each. A small LSGPT first
-learns from examples to write down the sum of the first two, then `</think>`, then the answer, until 40% of its answers
-to other sums are right. At `paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the
-problems are those of GSM8K. If neither training raises pass@1, comparing the two says nothing, and stays open."""
+learns from examples to write down the sum of the first two and that of all three, both with the last digit first, then
+`</think>`, then the answer, until 40% of its answers to other sums are right. At `paper` the model is
+DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If neither training
+raises pass@1, comparing the two says nothing, and stays open."""
     claims = {
         "pass-32": Claim(
             "SofT-GRPO raises pass@32 above that of GRPO",
@@ -172,7 +173,7 @@ problems are those of GSM8K. If neither training raises pass@1, comparing the tw
                     "per_device_train_batch_size": 256,
                     "steps_per_generation": 2,
                     "learning_rate": 3e-4,
-                    "max_completion_length": 14,
+                    "max_completion_length": 20,
                     "gradient_checkpointing": False,
                 },
                 "num_problems": 10_000,
@@ -303,15 +304,17 @@ STUDY = SoftThinking()
 
 def make_sum(generator: np.random.Generator, num_terms: int, num_digits: int) -> Problem:
     """
-    A sum whose thinking is the sums on the way.
+    A sum; the thinking is the sums of its first two numbers, of its first three and so on, with the last digit first,
+    which is easier than the usual order that the answer has.
 
     It is as often of numbers below 10 as of numbers below 100, and so on up to `num_digits` digits: some problems are
     hard, and some easy. All numbers have leading zeros, and so all problems one length.
     """
     terms = generator.integers(10 ** generator.integers(1, num_digits + 1), size=num_terms)
     width = len(str(num_terms * (10**num_digits - 1)))
-    *partial, total = (f"{x:0{width}}" for x in terms.cumsum()[1:])
-    return Problem("+".join(f"{x:0{num_digits}}" for x in terms) + "=", ",".join(partial), total)
+    sums = [f"{x:0{width}}" for x in terms.cumsum()[1:]]
+    prompt = "+".join(f"{x:0{num_digits}}" for x in terms) + "="
+    return Problem(prompt, ",".join(x[::-1] for x in sums), sums[-1])
 
 
 def held_out_sums(settings: Mapping[str, Any]) -> list[Problem]:
