@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lsgpt.configuration import load_preset
 from lsgpt.studies import judge, load_study, write_report
 from lsgpt.studies.soft_thinking import (
     ATTEMPTS,
@@ -111,6 +112,17 @@ def test_answers_are_right(num_terms, num_digits):
     for digits in range(1, num_digits + 1):  # as many of each size
         share = np.mean([10 ** (digits - 1) <= x < 10**digits for x in largest])
         assert share == pytest.approx(1 / num_digits, abs=0.1)
+
+
+def test_sums_fit_into_the_model():
+    scales = load_study("soft-thinking").scales
+    settings = scales["micro"].fields
+    config = load_preset(settings["preset"], **settings["config"])
+    prompt, thinking, answer = make_sum(np.random.default_rng(0), settings["num_terms"], settings["num_digits"])
+    space = settings["options"]["max_completion_length"]
+    assert len(thinking) + 1 + len(answer) + 1 <= space
+    assert len(prompt) + space <= min(config.max_position_embeddings, config.sliding_window)
+    assert all(scale.fields["eval_samples"] >= ATTEMPTS[-1] for scale in scales.values())
 
 
 def test_held_out_problems_are_in_no_training():
