@@ -23,6 +23,7 @@ STUDIES = {
     "othello": "othello",
     "noisy-labels": "noisy_labels",
     "noisy-text": "noisy_text",
+    "soft-thinking": "soft_thinking",
 }
 """Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
 

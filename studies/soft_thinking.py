@@ -1,0 +1,561 @@
+"""Does reinforcement learning of soft thinking beat that of discrete thinking? SofT-GRPO against GRPO."""
+
+import math
+import re
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset, load_dataset
+from filelock import FileLock
+from matplotlib.figure import Figure
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from lsgpt import LSGPTForCausalLM
+from lsgpt.configuration import load_preset
+from lsgpt.training import LSGPTTrainer
+from lsgpt.training.plots import plot_curves
+from lsgpt.training.report import points_of
+from lsgpt.utilities import table
+
+from .streams import Stream
+from .study import (
+    NUM_POINTS,
+    Claim,
+    Finding,
+    NotRunError,
+    Runs,
+    Scale,
+    Study,
+    deviation,
+    format_values,
+    is_below,
+    mean,
+    points,
+)
+
+
+END_OF_THINKING = "</think>"
+
+SYMBOLS = ["<pad>", "<eos>", *"0123456789+=,", END_OF_THINKING]
+
+SEED_OF_EVALUATION = 2**31
+"""No seed of a run, so that a model is evaluated on problems that it was not trained on."""
+
+SAMPLING = {"temperature": 1.0, "top_k": 5, "top_p": 0.95}
+"""The published ones, for every kind of thinking, in training and in the evaluation."""
+
+PUBLISHED = {
+    **SAMPLING,
+    "num_generations": 8,
+    "beta": 0.001,
+    "epsilon": 0.2,
+    "delta": 3.0,
+    "loss_type": "bnpo",
+    "use_bias_correction_kl": False,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.01,
+}
+"""What SofT-GRPO was published with, for GRPO as well, so that the thinking is all that differs."""
+
+DISCRETE, SOFT = "discrete", "soft"
+
+METHODS = {
+    "no RL": ("none", DISCRETE),
+    "soft thinking without RL": ("none", SOFT),
+    "GRPO": ("grpo", DISCRETE),
+    "SofT-GRPO": ("soft-grpo", SOFT),
+}
+"""What the claims compare: an arm, and how it thinks in the evaluation."""
+
+ATTEMPTS = (1, 2, 4, 8, 16, 32)
+"""For which k pass@k is measured."""
+
+CLOSE = 0.01
+"""The largest difference of a pass@k that counts as none."""
+
+
+class Problem(NamedTuple):
+    """A question with one number as its answer."""
+
+    prompt: str
+    thinking: str
+    """What a supervised model learns to think; empty where there is none."""
+    answer: str
+
+
+class SoftThinking(Study):
+    """No reinforcement learning, GRPO and SofT-GRPO, from the same model."""
+
+    name = "soft-thinking"
+    title = "Soft thinking"
+    question = """\
+A model that thinks softly feeds itself mixtures of tokens, and can follow several thoughts at once. SofT-GRPO
+(arXiv:2511.06411) makes this trainable by reinforcement. Does it beat GRPO on discrete tokens, above all in what the
+model can reach with several attempts?"""
+    protocol = """\
+All arms of a seed start from the same model. `none` stays as it is, `grpo` is trained by TRL's GRPO, `soft-grpo` by
+SofT-GRPO, with the same problems, reward (1 for the right answer, else 0), number of updates, learning rate and other
+settings, which are those that SofT-GRPO was published with. All sample at temperature 1 with top-k 5 and top-p 0.95.
+pass@k, the probability that at least one of k attempts is right, is measured on problems that are in no training, by
+the unbiased estimator (arXiv:2107.03374) from 64 samples of each problem at `micro` and 32 at `paper`, with discrete
+and with soft thinking. The claims compare soft thinking of `soft-grpo` with discrete thinking of `grpo` and `none`.
+Differences are taken seed by seed, since all arms of a seed share a model.
+
+At `micro` problems are sums of three numbers: below 10, below 100 or below 1,000, as many of each. A small LSGPT,
+whose window covers all of a sum, first learns from examples to write down the sum of the first two and that of all
+three, both with the last digit first, then `</think>`, then the answer, until 40% of its answers to other sums are
+right. At `paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of
+GSM8K. If neither training raises pass@1, comparing the two says nothing, and stays open."""
+    claims = {
+        "pass-32": Claim(
+            "SofT-GRPO raises pass@32 above that of GRPO",
+            "arXiv:2511.06411",
+            "the mean difference in pass@32, `soft-grpo` less `grpo`, is above 0 by more than two standard errors",
+            "it is below 0 by more than two standard errors",
+        ),
+        "pass-1": Claim(
+            "SofT-GRPO is at least as good as GRPO in pass@1",
+            "arXiv:2511.06411",
+            f"the mean difference in pass@1, `soft-grpo` less `grpo`, is not below -{CLOSE:g}",
+            "it is, and by more than two standard errors below 0",
+        ),
+        "untrained": Claim(
+            "soft thinking loses nothing without training",
+            "arXiv:2505.15778",
+            f"the mean difference in pass@1 of `none`, soft less discrete thinking, is not below -{CLOSE:g}",
+            "it is, and by more than two standard errors below 0",
+        ),
+        "grpo": Claim(
+            "GRPO gains in pass@1, but not in pass@32",
+            "arXiv:2504.13837",
+            "the mean difference in pass@1, `grpo` less `none`, is above 0 by more than two standard errors, and that "
+            f"in pass@32 is at most {CLOSE:g}",
+            f"both are above 0 by more than two standard errors, and that in pass@32 is above {CLOSE:g}",
+        ),
+    }
+    scales = {
+        "micro": Scale(
+            None,
+            {
+                "num_terms": 3,
+                "num_digits": 3,
+                "preset": "demo",
+                "config": {
+                    "hidden_size": 72,
+                    "num_global_heads": 2,
+                    "sliding_window": 32,
+                    "max_position_embeddings": 64,
+                    "position_embedding_type": "learned",
+                },
+                "right_enough": 0.4,
+                "check_every_n_steps": 25,
+                "supervised_options": {
+                    "max_steps": 4000,
+                    "per_device_train_batch_size": 64,
+                    "learning_rate": 3e-3,
+                    "warmup_steps": 100,
+                },
+                "options": {
+                    "max_steps": 300,
+                    "per_device_train_batch_size": 256,
+                    "steps_per_generation": 2,
+                    "learning_rate": 3e-4,
+                    "max_completion_length": 20,
+                    "gradient_checkpointing": False,
+                },
+                "num_problems": 10_000,
+                "eval_problems": 256,
+                "eval_samples": 64,
+                "eval_batch_size": 1024,
+            },
+            5,
+            1.0,
+        ),
+        "paper": Scale(
+            None,
+            {
+                "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+                "dataset": ("openai/gsm8k", "main"),
+                "options": {
+                    "max_steps": 200,
+                    "per_device_train_batch_size": 4,
+                    "gradient_accumulation_steps": 64,
+                    "steps_per_generation": 128,
+                    "learning_rate": 1e-6,
+                    "max_completion_length": 2048,
+                },
+                "eval_problems": 200,
+                "eval_samples": 32,
+                "eval_batch_size": 512,
+            },
+            3,
+            40.0,
+        ),
+    }
+
+    def arms(self, scale: str) -> Mapping[str, Any]:
+        """Nothing but names."""
+        return dict.fromkeys(("none", "grpo", "soft-grpo"))
+
+    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+        """Looks whether TRL is there, before the first run. Raises `ImportError`."""
+        import lsgpt.training.soft_grpo  # noqa: F401, PLC0415 (needs TRL)
+
+    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+        """Trains the model that the arms of a seed share, where no other has, then trains the arm's, and tests it."""
+        settings = self.scales[scale].fields
+        name = settings.get("model") or str(train_supervised(settings, seed, folder / "supervised" / f"seed-{seed}"))
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        problems, held_out = make_problems(settings, seed, tokenizer)
+        values: dict[str, Any] = {"curves": {}}
+        if arm == "none":
+            model.to("cuda" if torch.cuda.is_available() else "cpu")
+        else:
+            run_folder = folder / arm / f"seed-{seed}"
+            values["curves"] = reinforce(arm, model, tokenizer, problems, seed, run_folder, settings["options"])
+        model.eval()
+        for mode in (DISCRETE, SOFT):
+            set_seed(seed)
+            with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
+                num_right = count_right(model, tokenizer, held_out, mode, settings)
+            values[mode] = {
+                str(k): mean(pass_at(k, settings["eval_samples"], right) for right in num_right) for k in ATTEMPTS
+            }
+        return values
+
+    def judge(self, runs: Runs) -> dict[str, Finding]:
+        """See `claims`."""
+        zeros = [0.0]
+
+        def compare(first: str, second: str, k: int) -> list[float]:
+            """Differences in pass@k of the seeds that both have."""
+            x, y = (pass_of(runs, method, k) for method in (first, second))
+            if len(seeds := x.keys() & y.keys()) < 2:
+                raise NotRunError(first)
+            return [x[seed] - y[seed] for seed in sorted(seeds)]
+
+        def describe(first: str, second: str, k: int) -> str:
+            x, y = (format_values(pass_of(runs, method, k).values()) for method in (first, second))
+            gain = format_values(compare(first, second, k))
+            return f"pass@{k} {x} with {first}, {y} with {second}; difference {gain}"
+
+        def loses_nothing(gains: list[float]) -> str:
+            if mean(gains) >= -CLOSE:
+                return "seen"
+            return "opposite" if is_below(gains, zeros, CLOSE) else "not seen"
+
+        gains = compare("SofT-GRPO", "GRPO", 32)
+        verdict = "seen" if is_below(zeros, gains) else "opposite" if is_below(gains, zeros) else "not seen"
+        findings = {
+            "pass-32": Finding(describe("SofT-GRPO", "GRPO", 32), verdict),
+            "pass-1": Finding(describe("SofT-GRPO", "GRPO", 1), loses_nothing(compare("SofT-GRPO", "GRPO", 1))),
+        }
+        if not any(is_below(zeros, compare(method, "no RL", 1)) for method in ("GRPO", "SofT-GRPO")):
+            findings = {name: Finding(figure, "open") for name, (figure, _) in findings.items()}
+
+        gains = compare("soft thinking without RL", "no RL", 1)
+        findings["untrained"] = Finding(describe("soft thinking without RL", "no RL", 1), loses_nothing(gains))
+
+        verdict, more = "not seen", compare("GRPO", "no RL", 32)
+        if is_below(zeros, compare("GRPO", "no RL", 1)):
+            verdict = "seen" if mean(more) <= CLOSE else "opposite" if is_below(zeros, more, CLOSE) else "not seen"
+        figure = "; ".join(describe("GRPO", "no RL", k) for k in (1, 32))
+        findings["grpo"] = Finding(figure, verdict)
+        return findings
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        """pass@k of each arm and kind of thinking, and plots of it over k and of the reward over time."""
+        rows = [
+            [f"`{arm}`", mode, *(format_values(run[mode][str(k)] for run in of_arm) for k in ATTEMPTS)]
+            for arm, of_arm in runs.items()
+            for mode in (DISCRETE, SOFT)
+        ]
+        plot_pass(folder / "pass.png", runs)
+        text = table(rows, ["arm", "thinking", *(f"pass@{k}" for k in ATTEMPTS)])
+        text += "\n\n![Probability that one of k attempts is right, over k](pass.png)"
+        rewards = {
+            arm: [points(run["curves"]["reward"]) for run in of_arm] for arm, of_arm in runs.items() if arm != "none"
+        }
+        if rewards:
+            plot_curves(folder / "reward.png", rewards, "optimizer step", "share of right answers while training")
+            text += "\n\n![Reward over the training](reward.png)"
+        return text
+
+
+STUDY = SoftThinking()
+
+
+# Problems
+
+
+def make_sum(generator: np.random.Generator, num_terms: int, num_digits: int) -> Problem:
+    """
+    A sum; the thinking is the sums of its first two numbers, of its first three and so on, with the last digit first,
+    which is easier than the usual order that the answer has.
+
+    It is as often of numbers below 10 as of numbers below 100, and so on up to `num_digits` digits: some problems are
+    hard, and some easy. All numbers have leading zeros, and so all problems one length.
+    """
+    terms = generator.integers(10 ** generator.integers(1, num_digits + 1), size=num_terms)
+    width = len(str(num_terms * (10**num_digits - 1)))
+    sums = [f"{x:0{width}}" for x in terms.cumsum()[1:]]
+    prompt = "+".join(f"{x:0{num_digits}}" for x in terms) + "="
+    return Problem(prompt, ",".join(x[::-1] for x in sums), sums[-1])
+
+
+def held_out_sums(settings: Mapping[str, Any]) -> list[Problem]:
+    """The sums that models are tested on, the same for all seeds."""
+    generator = np.random.default_rng(SEED_OF_EVALUATION)
+    return [
+        make_sum(generator, settings["num_terms"], settings["num_digits"]) for _ in range(settings["eval_problems"])
+    ]
+
+
+def training_sum(generator: np.random.Generator, settings: Mapping[str, Any], held_out: Container[str]) -> Problem:
+    """A sum that models are not tested on."""
+    while True:
+        problem = make_sum(generator, settings["num_terms"], settings["num_digits"])
+        if problem.prompt not in held_out:
+            return problem
+
+
+def make_problems(
+    settings: Mapping[str, Any], seed: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Problem], list[Problem]]:
+    """The problems of the reinforcement learning, and those of the evaluation."""
+    if "dataset" not in settings:
+        evaluation, generator = held_out_sums(settings), np.random.default_rng([seed, 1])
+        held_out = {problem.prompt for problem in evaluation}
+        return [training_sum(generator, settings, held_out) for _ in range(settings["num_problems"])], evaluation
+    parts = load_dataset(*settings["dataset"])
+    test = parts["test"].shuffle(seed=SEED_OF_EVALUATION)
+    rows = test.select(range(min(settings["eval_problems"], len(test))))
+    return [as_chat(row, tokenizer) for row in parts["train"]], [as_chat(row, tokenizer) for row in rows]
+
+
+def as_chat(row: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Problem:
+    """A row of GSM8K, whose answer follows `####`."""
+    messages = [{"role": "user", "content": row["question"]}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = prompt.removeprefix(tokenizer.bos_token or "")  # the tokenizer adds it again
+    return Problem(prompt, "", row["answer"].rpartition("####")[2].strip().replace(",", ""))
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Whether the last number after the thinking is the answer; without an end of the thinking it is not."""
+    _, is_over, given = completion.rpartition(END_OF_THINKING)
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", given)
+    return bool(is_over and numbers) and float(numbers[-1].replace(",", "")) == float(answer)
+
+
+# Training
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters; `</think>` is an ordinary token, so that rewards see it."""
+    symbols = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}))
+    symbols.pre_tokenizer = pre_tokenizers.Split(Regex(f"{END_OF_THINKING}|."), "isolated")
+    symbols.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=symbols, pad_token="<pad>", eos_token="<eos>")
+
+
+class StopWhenPartlyRight(TrainerCallback):
+    """Ends the training once a share of new problems is answered right, which leaves something to reinforce."""
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]):
+        self.problems, self.tokenizer = problems, tokenizer
+        self.settings = {**settings, "eval_samples": 1}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % self.settings["check_every_n_steps"] == 0:
+            num_right = sum(count_right(model.eval(), self.tokenizer, self.problems, DISCRETE, self.settings))
+            control.should_training_stop = num_right >= self.settings["right_enough"] * len(self.problems)
+            print(f"{num_right} of {len(self.problems)} right after {state.global_step} steps", flush=True)
+
+
+def train_supervised(settings: Mapping[str, Any], seed: int, path: Path) -> Path:
+    """
+    Trains a model on examples, unless it is in its folder already, and saves it there with its tokenizer.
+
+    Of several processes that want it, one trains it, and the others wait.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if path.exists():
+            return path
+        set_seed(seed)
+        tokenizer = make_tokenizer()
+        held_out = {problem.prompt for problem in held_out_sums(settings)}
+
+        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
+            prompt, thinking, answer = training_sum(generator, settings, held_out)
+            ids = np.array(tokenizer.encode(f"{prompt}{thinking}{END_OF_THINKING}{answer}<eos>"))
+            return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < len(prompt), -100, ids)}
+
+        config = load_preset(
+            settings["preset"],
+            **settings["config"],
+            vocab_size=len(SYMBOLS),
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        partial = path.with_name(f"{path.name}-partial")
+        args = TrainingArguments(
+            output_dir=str(partial),
+            seed=seed,
+            lr_scheduler_type="constant_with_warmup",
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            logging_steps=settings["check_every_n_steps"],
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **settings["supervised_options"],
+        )
+        generator = np.random.default_rng([seed, 2])
+        checks = [training_sum(generator, settings, held_out) for _ in range(settings["eval_problems"])]
+        trainer = LSGPTTrainer(
+            model=LSGPTForCausalLM(config),
+            args=args,
+            train_dataset=Stream(make_row, seed),
+            data_collator=default_data_collator,
+            callbacks=[StopWhenPartlyRight(checks, tokenizer, settings)],
+        )
+        trainer.train()
+        trainer.model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(path)
+    return path
+
+
+def reinforce(
+    arm: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    seed: int,
+    folder: Path,
+    options: Mapping[str, Any],
+) -> dict[str, list[tuple[int, float]]]:
+    """
+    Trains a model by GRPO or SofT-GRPO, in place.
+
+    Args:
+        arm: `grpo` or `soft-grpo`.
+        model: Just loaded from where the reference model can be loaded from, too.
+        tokenizer: Pads on the left.
+        problems: Of the training.
+        seed: Of the order of the problems and of the samples.
+        folder: For the Trainer, which leaves nothing there.
+        options: Fields of `GRPOConfig`.
+
+    Returns:
+        Curves: the mean reward, and the mean length of completions in tokens.
+    """
+    from lsgpt.training import soft_grpo  # noqa: PLC0415 (needs TRL)
+
+    config_class, trainer_class = {
+        "grpo": (soft_grpo.GRPOConfig, soft_grpo.GRPOTrainer),
+        "soft-grpo": (soft_grpo.SoftGRPOConfig, soft_grpo.SoftGRPOTrainer),
+    }[arm]
+
+    def reward(completions: list[str], answer: list[str], **columns) -> list[float]:
+        return [float(is_right(*pair)) for pair in zip(completions, answer)]
+
+    args = config_class(
+        output_dir=str(folder),
+        seed=seed,
+        bf16=torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        logging_steps=max(1, options["max_steps"] // NUM_POINTS),
+        **PUBLISHED,
+        **options,
+    )
+    data = Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
+    trainer = trainer_class(model, reward, args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    keys = {"reward": "reward", "length": "completions/mean_length"}
+    return {name: points_of(trainer.state.log_history, key, math.nan) for name, key in keys.items()}
+
+
+# Evaluation
+
+
+def count_right(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    mode: str,
+    settings: Mapping[str, Any],
+) -> list[int]:
+    """How many of the samples of each problem are right, with discrete or soft thinking."""
+    from lsgpt.training.soft_grpo import find_end_of_thinking, generate_soft_thinking  # noqa: PLC0415
+
+    num_samples, batch_size = settings["eval_samples"], settings["eval_batch_size"]
+    common = {
+        "max_new_tokens": settings["options"]["max_completion_length"],
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        **SAMPLING,
+    }
+    samples = [problem for problem in problems for _ in range(num_samples)]
+    right = []
+    for begin in range(0, len(samples), batch_size):
+        batch = samples[begin : begin + batch_size]
+        inputs = tokenizer([problem.prompt for problem in batch], padding=True, return_tensors="pt").to(model.device)
+        ids, mask = inputs.input_ids, inputs.attention_mask
+        if mode == SOFT:
+            end = find_end_of_thinking(tokenizer)
+            ids = generate_soft_thinking(model, ids, mask, end_of_thinking_id=end, **common).token_ids
+        else:
+            ids = model.generate(ids, attention_mask=mask, do_sample=True, **common)[:, ids.shape[1] :]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        right += [is_right(text, problem.answer) for text, problem in zip(texts, batch)]
+    return np.array(right).reshape(-1, num_samples).sum(1).tolist()
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Of `num_samples` samples `num_right` are right: the probability that of k of them at least one is."""
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def pass_of(runs: Runs, method: str, k: int) -> dict[int, float]:
+    """pass@k of one of `METHODS` for each seed. Raises `NotRunError`."""
+    arm, mode = METHODS[method]
+    return {run["seed"]: run[mode][str(k)] for run in runs.of(arm)}
+
+
+def plot_pass(path: Path, runs: Runs):
+    """Draws pass@k of `METHODS` over k: means, and bars of one standard deviation over seeds."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, (arm, mode) in METHODS.items():
+        if arm in runs:
+            columns = [[run[mode][str(k)] for run in runs[arm]] for k in ATTEMPTS]
+            heights, bars = [mean(column) for column in columns], [deviation(column) for column in columns]
+            axes.errorbar(ATTEMPTS, heights, bars, marker="o", markersize=3, capsize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("attempts k")
+    axes.set_ylabel("pass@k")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
