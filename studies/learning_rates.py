@@ -1,6 +1,6 @@
 """Do Long Short-attention's losses and logits depend less on the learning rate?"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ def compare_losses(
     return Finding(f"loss {parts[0]}, {parts[1]}", verdict_below(losses[first], losses[second]))
 
 
-def verdict_below(first: list[float], second: list[float]) -> str:
+def verdict_below(first: Sequence[float], second: Sequence[float]) -> str:
     """`seen` where the first are below the second, see `is_below`, `opposite` where they are above."""
     if is_below(first, second):
         return "seen"
