@@ -143,7 +143,7 @@ below 0.1 nats, and is not finite where it never did."""
             ),
             "window": Finding(_compare(logits, "dense-local-windowed", "dense-local-causal", "largest logit"), window),
             "fit": Finding(
-                _compare(divergences, "dense-local-windowed", "dense-local-causal", "divergence in nats"),
+                _compare(divergences, "dense-local-windowed", "dense-local-causal", "divergence in nats", 4),
                 verdict_below(divergences["dense-local-windowed"], divergences["dense-local-causal"]),
             ),
             "sparse": Finding(
@@ -187,8 +187,9 @@ def _column(of_arm: list[dict], key: str, index: int) -> list[float]:
     return [math.nan if (value := run["fits"][index][key]) is None else value for run in of_arm]
 
 
-def _compare(values: dict[str, list[float]], first: str, second: str, what: str) -> str:
-    return f"{what} {format_values(values[first], 2)} for `{first}`, {format_values(values[second], 2)} for `{second}`"
+def _compare(values: dict[str, list[float]], first: str, second: str, what: str, digits: int = 2) -> str:
+    figures = (f"{format_values(values[name], digits)} for `{name}`" for name in (first, second))
+    return f"{what} {', '.join(figures)}"
 
 
 def visible_pairs(length: int, window: int | None = None) -> torch.Tensor:

@@ -176,7 +176,7 @@ def write_report(study: Study, folder: str | Path) -> Path:
     lines, runs = read_lines(folder), read_runs(study, folder)
     findings = judge(study, runs)
     claims = "\n\n".join(
-        f"**{claim.text}** ({claim.source})\n\n"
+        f"**{claim.text[0].upper()}{claim.text[1:]}** ({claim.source})\n\n"
         f"- Seen: {claim.seen}\n- Opposite: {claim.opposite}\n- Found: {findings[name].figure}\n"
         f"- Verdict: **{findings[name].verdict}**"
         for name, claim in study.claims.items()
