@@ -234,8 +234,9 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
     torch.testing.assert_close(gradients(), expected)
 
 
-@pytest.mark.parametrize("engine", ["eager", "sdpa"])
-@pytest.mark.parametrize("values", [{}, {**LLAMA, "attention_sinks": True}], ids=["default", "llama-sinks"])
+@pytest.mark.parametrize(
+    ("engine", "values"), [("eager", {}), ("sdpa", {**LLAMA, "attention_sinks": True})], ids=["eager", "sdpa-llama"]
+)
 def test_compiles_without_graph_breaks(tiny_model, fresh_compiler, engine, values):
     model = tiny_model(engine=engine, num_hidden_layers=1, **values).train()
     input_ids = batch()
