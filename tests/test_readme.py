@@ -134,7 +134,7 @@ def test_code_of_averaging_and_losses(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("page", "command"),
     [
-        ("README.md", "lsgpt info gpt2-small --length 8192"),
+        ("docs/engines-and-caches.md", "lsgpt info gpt2-small --length 8192"),
         ("README.md", 'lsgpt generate runs/demo "def"'),
         ("docs/publishing.md", "lsgpt publish runs/demo your-name/your-lsgpt --license apache-2.0 --dry-run"),
     ],
