@@ -63,7 +63,7 @@ def test_with_all_heads_global_it_is_the_source(folder):
 
 def test_the_commands_of_the_page(folder, capsys, monkeypatch):
     # With all that they would measure by themselves, it would take half an hour.
-    monkeypatch.setattr(calibration, "MAX_BLOCK_SIZE", 256)
+    monkeypatch.setattr(calibration, "MAX_BLOCK_SIZE", 512)
     monkeypatch.setattr(calibration, "NUM_KEYS", {"choice": 1, "evaluation": 1})
     run("convert", "--max-blocks", "1")
     config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
