@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, Trainer, default_data_collator, set_seed
 
 from lsgpt import LSGPTConfig, LSGPTForSequenceClassification
 from lsgpt.configuration import load_preset
@@ -18,6 +18,7 @@ from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .learning_rates import verdict_below
+from .streams import small_training
 from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, points
 
 
@@ -301,24 +302,9 @@ def train_classifier(
         The trained model in evaluation mode.
     """
     set_seed(seed)
-    args = TrainingArguments(
-        output_dir=str(folder),
-        seed=seed,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        bf16=torch.cuda.is_available(),
-        logging_steps=max(1, options["max_steps"] // 10),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
     trainer = Trainer(
         model=LSGPTForSequenceClassification(config),
-        args=args,
+        args=small_training(folder, seed, options),
         train_dataset=Dataset.from_dict({"input_ids": images, "labels": labels}),
         data_collator=default_data_collator,
         compute_loss_func=loss,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, Trainer, default_data_collator, set_seed
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.configuration import load_preset
@@ -20,7 +20,7 @@ from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .long_range import SEED_OF_EVALUATION
-from .streams import Stream
+from .streams import Stream, small_training
 from .study import Claim, Finding, NotRunError, Runs, Scale, Study, deviation, format_values, is_below, mean
 
 
@@ -354,20 +354,14 @@ def train_and_measure(model: PreTrainedModel, drawn: Mapping[str, float], seed: 
     ]
     guard = StopOnBadLossCallback()
     with tempfile.TemporaryDirectory() as folder:  # callbacks save averaged models, which nobody needs
-        args = TrainingArguments(
-            output_dir=folder,
-            seed=seed,
+        args = small_training(
+            Path(folder),
+            seed,
+            settings["options"],
             learning_rate=drawn["learning_rate"],
             weight_decay=drawn["weight_decay"],
-            lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": drawn["final_rate"]},
-            adam_beta2=0.95,
-            logging_steps=settings["options"]["max_steps"],
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **settings["options"],
+            bf16=False,
         )
         trainer = Trainer(
             model=model,

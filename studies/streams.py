@@ -29,6 +29,31 @@ class Stream(IterableDataset):
             yield self.make_row(generator)
 
 
+def small_training(folder: Path, seed: int, options: dict[str, Any], **changes) -> TrainingArguments:
+    """
+    The optimizer and schedule of the recipe `micro`, for a training that leaves no checkpoints.
+
+    Args:
+        folder: For the Trainer, which leaves nothing there.
+        seed: Of the order of the data.
+        options: Fields of `TrainingArguments`, `max_steps` among them.
+        changes: More of them, in place of those of the recipe.
+    """
+    fields = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "bf16": torch.cuda.is_available(),
+        "logging_steps": options["max_steps"],
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(folder), seed=seed, **{**fields, **options, **changes})
+
+
 def train_on_stream(
     config: LSGPTConfig,
     make_row: Callable[[np.random.Generator], dict[str, np.ndarray]],
@@ -54,25 +79,10 @@ def train_on_stream(
     set_seed(seed)
     model = LSGPTForCausalLM(config)
     every_n_steps = max(1, options["max_steps"] // NUM_POINTS)
-    args = TrainingArguments(
-        output_dir=str(folder),
-        seed=seed,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        bf16=torch.cuda.is_available(),
-        logging_steps=every_n_steps,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
     guard = StopOnBadLossCallback()
     trainer = LSGPTTrainer(
         model=model,
-        args=args,
+        args=small_training(folder, seed, options, logging_steps=every_n_steps),
         train_dataset=Stream(make_row, seed),
         data_collator=default_data_collator,
         callbacks=[guard, LogitTelemetryCallback(every_n_steps), *callbacks],
