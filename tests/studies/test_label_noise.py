@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from study_reports import report_of
 
-from lsgpt.studies import judge, load_study, write_report
+from lsgpt.studies import judge, load_study
 from lsgpt.studies.noisy_labels import DIGITS, LOSSES, classify, load_digits, replace_labels
 from lsgpt.studies.noisy_text import SHARES, corrupt_lines, guess_next
-from lsgpt.studies.runner import finite
 from lsgpt.studies.study import Runs
 from lsgpt.training.compare import join_arm
 from lsgpt.training.data import collate_blocks
@@ -22,27 +22,6 @@ from lsgpt.training.data import collate_blocks
 
 SEEDS = (42, 43, 44)
 LABELS, TEXT = load_study("noisy-labels"), load_study("noisy-text")
-
-
-def report_of(study, runs, folder):
-    """The report that is made from the runs as they are written to a file."""
-    lines = [
-        {
-            "arm": arm,
-            "seed": seed,
-            "scale": "micro",
-            "seconds": 1.0,
-            "fields": [],
-            "environment": {"system": "any"},
-            "values": values,
-        }
-        for arm, of_arm in runs.items()
-        for seed, values in zip(SEEDS, of_arm)
-    ]
-    folder.mkdir()
-    text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
-    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
-    return write_report(study, folder).read_text(encoding="utf-8")
 
 
 def verdicts(study, runs):

@@ -1,17 +1,17 @@
 """The study of Othello: its games and measures against plain rules, runs of a few steps, reports, and verdicts."""
 
-import json
 import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from study_reports import report_of
 from transformers import set_seed
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.studies import judge, load_study, write_report
+from lsgpt.studies import judge, load_study
 from lsgpt.studies.othello import (
     CLOSE,
     NUM_MOVES,
@@ -23,7 +23,6 @@ from lsgpt.studies.othello import (
     play,
     plot_boards,
 )
-from lsgpt.studies.runner import finite
 from lsgpt.studies.study import Runs
 
 
@@ -191,20 +190,6 @@ def test_othello_runs(tiny_study, tmp_path):
     assert "| `ls-whole` | BEMA |" in text and "### A board" in text
     plots = [line.rpartition("(")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
     assert len(plots) == 6 and all((tmp_path / "report" / plot).stat().st_size > 1000 for plot in plots)
-
-
-def report_of(study, runs, folder):
-    """Writes runs as `lsgpt study` does, and returns the report."""
-    rest = {"scale": "micro", "seconds": 1.0, "fields": [], "environment": {"system": "any"}}
-    lines = [
-        {"arm": arm, "seed": seed, "values": values, **rest}
-        for arm, of_arm in runs.items()
-        for seed, values in enumerate(of_arm, start=42)
-    ]
-    folder.mkdir()
-    text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
-    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
-    return write_report(study, folder).read_text(encoding="utf-8")
 
 
 def test_a_board_has_discs_shades_and_circles_for_legal_moves(tmp_path):

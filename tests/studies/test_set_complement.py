@@ -1,17 +1,16 @@
 """The study of set complement: its data, models and measure, a run at a small size, its report, and its verdicts."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from study_reports import report_of
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lsgpt import LSGPTConfig
-from lsgpt.studies import Runs, judge, load_study, write_report
-from lsgpt.studies.runner import finite
+from lsgpt.studies import Runs, judge, load_study
 from lsgpt.studies.set_complement import (
     ARCHITECTURES,
     PAIRS,
@@ -187,27 +186,9 @@ def test_set_complement_runs(tmp_path, small_study):
     assert again == runs["attention-only"][0]
     assert list(tmp_path.iterdir()) == []
 
-    def report(arms):
-        lines = [
-            {
-                "arm": arm,
-                "seed": seed,
-                "scale": "micro",
-                "seconds": 1.0,
-                "fields": [],
-                "environment": {"system": "any"},
-            }
-            | {"values": values}
-            for arm in arms
-            for seed, values in zip(SEEDS, runs[arm])
-        ]
-        text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
-        (tmp_path / "runs.jsonl").write_text(text, encoding="utf-8")
-        return write_report(small_study, tmp_path).read_text(encoding="utf-8")
-
-    text = report(["mhsa"])
+    text = report_of(small_study, {"mhsa": runs["mhsa"]}, tmp_path)
     assert text.count("Verdict: **open**") == 5 and "(mhsa.png)" in text and "(ls.png)" not in text
-    text = report(ARCHITECTURES)
+    text = report_of(small_study, runs, tmp_path)
     assert "| `ls`, post-norm, bema |" in text
     for arm in ARCHITECTURES:
         assert f"]({arm}.png)" in text and (tmp_path / f"{arm}.png").stat().st_size > 10_000

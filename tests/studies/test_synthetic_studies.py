@@ -1,6 +1,5 @@
 """Studies of made-up tasks and of images: their data, a run of each at a small size, reports, and verdicts."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -9,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from study_reports import report_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lsgpt.studies import judge, load_study, write_report
+from lsgpt.studies import judge, load_study
 from lsgpt.studies.degrees_of_freedom import fit, make_target, visible_pairs
 from lsgpt.studies.images import PHOTOGRAPHS, all_crops, as_row, load_images, measure_losses, random_crop
 from lsgpt.studies.long_range import ASK, MARK, TASKS, answer, split_symbols
-from lsgpt.studies.runner import finite
 from lsgpt.studies.sparse_dependencies import collate_with_hidden_keys, hide_keys
 from lsgpt.studies.study import Runs
 
@@ -31,31 +30,6 @@ def shrink(monkeypatch, study, **changes):
     """Puts other settings into all scales of a study."""
     scales = {name: scale._replace(fields={**scale.fields, **changes}) for name, scale in study.scales.items()}
     monkeypatch.setattr(study, "scales", scales)
-
-
-def report_of(study, runs, folder):
-    """Writes runs as `lsgpt study` does, and returns the report that is made from the file alone."""
-    lines = [
-        {
-            "arm": arm,
-            "seed": seed,
-            "scale": "micro",
-            "seconds": 1.0,
-            "fields": [],
-            "environment": {"system": "any"},
-            "values": values,
-        }
-        for arm, of_arm in runs.items()
-        for seed, values in zip(SEEDS, of_arm)
-    ]
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
-    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
-    text = write_report(study, folder).read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line.startswith("!["):
-            assert (folder / line.rpartition("(")[2].rstrip(")")).stat().st_size > 1000
-    return text
 
 
 def verdicts(study, runs):

@@ -1,0 +1,27 @@
+"""Reports of studies that are made from invented or tiny runs."""
+
+import json
+
+from lsgpt.studies import write_report
+from lsgpt.studies.runner import finite
+
+
+def report_of(study, runs, folder):
+    """
+    Writes runs, `{arm: [values of each seed]}`, as `lsgpt study` does, and returns the report that is made from the
+    file alone. All of its plots must be there.
+    """
+    rest = {"scale": "micro", "seconds": 1.0, "fields": [], "environment": {"system": "any"}}
+    lines = [
+        {"arm": arm, "seed": seed, "values": values, **rest}
+        for arm, of_arm in runs.items()
+        for seed, values in enumerate(of_arm, start=42)
+    ]
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(finite(line)) + "\n" for line in lines)
+    (folder / "runs.jsonl").write_text(text, encoding="utf-8")
+    text = write_report(study, folder).read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (folder / line.rpartition("(")[2].rstrip(")")).stat().st_size > 1000
+    return text
