@@ -1,6 +1,7 @@
 """What makes the model fast on a CPU. Everything here computes what a plain function of PyTorch does, in other pieces:
-local heads in blocks and with sinks (on other devices too), the backward pass of a few global heads on all cores, the
-product of a matrix with a single row on all cores. Nobody needs it to understand the model.
+local heads in blocks and with sinks (on other devices too), the backward pass of a few global heads on all cores,
+narrow heads filled up with zeros, the product of a matrix with a single row on all cores. Nobody needs it to
+understand the model.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
 a block, P parts.
@@ -23,6 +24,17 @@ key's gradient. On the CPU, 32 was a tenth faster forward and a tenth slower bac
 
 MIN_PART_LENGTH = 512
 """Queries in a part of `causal_attention_forward`, at least; shorter ones cost more than they gain."""
+
+
+MIN_HEAD_DIM = 16
+"""Width to which heads narrower than 12 are filled up: PyTorch's kernel takes two thirds of the time then."""
+
+
+def head_dim_to_compute(query: torch.Tensor) -> int:
+    """The width with which `scaled_dot_product_attention` is fastest for heads `(B, H, T, D)`: D, or a little more."""
+    head_dim = query.shape[-1]
+    is_worth_a_copy = query.device.type == "cpu" and not is_tracing(query) and query.shape[2] > 1
+    return MIN_HEAD_DIM if is_worth_a_copy and head_dim < 12 else head_dim
 
 
 def blocked_mask(visibility: Visibility) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .cpu_lsgpt import (
     blocked_attention_forward,
     blocked_mask,
     causal_attention_forward,
+    head_dim_to_compute,
     num_causal_parts,
     sink_attention_forward,
 )
@@ -206,7 +207,12 @@ class SdpaEngine(Engine):
             num_parts = num_causal_parts(query, key, value)
             if num_parts > 1:
                 return Attended(causal_attention_forward(query, key, value, group.scaling, num_parts))
-        return attend_through_transformers("sdpa", heads, form, **kwargs)
+        head_dim = query.shape[-1]
+        missing = head_dim_to_compute(query) - head_dim
+        if not missing:
+            return attend_through_transformers("sdpa", heads, form, **kwargs)
+        wide = Heads(heads.groups, *(F.pad(x, (0, missing)) for x in (query, key, value)))
+        return Attended(attend_through_transformers("sdpa", wide, form, **kwargs).output[..., :head_dim])
 
 
 def attend_through_transformers(name: str, heads: Heads, mask: Any, **kwargs) -> Attended:

@@ -335,6 +335,21 @@ def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dty
     assert calls == ([parts] if parts > 1 else [])
 
 
+@pytest.mark.parametrize("name", ["plain", "left", "packed"])
+@pytest.mark.parametrize(("head_dim", "width"), [(4, 16), (8, 16), (12, 12), (20, 20)])
+def test_narrow_heads_are_filled_up(head_dim, width, name, monkeypatch):
+    widths = set()
+    forward = engines_lsgpt.attend_through_transformers
+
+    def recording(name, heads, *args, **kwargs):
+        widths.add(heads.query.shape[-1])
+        return forward(name, heads, *args, **kwargs)
+
+    monkeypatch.setattr(engines_lsgpt, "attend_through_transformers", recording)
+    check((4, 2, 2), "sdpa", torch.float32, 40, name, batch_size=2, head_dim=head_dim)
+    assert widths == {width}
+
+
 @pytest.mark.parametrize("layer_idx", [0, 1])
 def test_counts_per_layer(layer_idx):
     counts = [1, 4]
