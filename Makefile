@@ -20,7 +20,7 @@ test: $(VENV)/installed  ## Run all tests but those of serving
 	$(RUN) pytest -n 2 --dist worksteal
 
 # The tests in which most of Transformers runs; engines, kernels and compilers are those of `make test`.
-FLOOR_TESTS = tests/transformers_common tests/test_upstream.py tests/test_other_decoders.py \
+FLOOR_TESTS = tests/transformers_common tests/upstream tests/test_other_decoders.py \
 	$(patsubst %,tests/modeling_lsgpt/test_%.py,configuration loss model portable_checkpoint)
 test-floor: $(FLOOR_VENV)/installed  ## Run the model's tests on the oldest supported Transformers
 	$(FLOOR_VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not kernels" -k "not compile" $(FLOOR_TESTS)

@@ -1,4 +1,4 @@
-"""What the plugin uses of the insides of vLLM, one test for each thing; see `tests/test_upstream.py`."""
+"""What the plugin uses of the insides of vLLM, one test for each thing; see `tests/upstream`."""
 
 import inspect
 

@@ -1,0 +1,168 @@
+"""What we rely on in Transformers' models and configurations beyond what they promise, one test for each thing."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModel, GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+
+class TinyConfig(PreTrainedConfig):
+    """As much of a configuration as these models need."""
+
+    model_type = "tiny"
+    num_hidden_layers, num_attention_heads, hidden_size = 2, 4, 8
+
+
+class TinyModel(PreTrainedModel):
+    """A model of one projection, which notes which modules it is asked to initialise."""
+
+    config_class = TinyConfig
+    base_model_prefix = "model"
+    _supports_sdpa = _supports_flash_attn = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.initialised = []
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        self.post_init()
+
+    def _init_weights(self, module):
+        self.initialised.append(module)
+        super()._init_weights(module)
+
+
+def test_init_weights_is_called_for_every_module_with_parameters():
+    model = TinyModel(TinyConfig())
+    assert model.block[0] in model.initialised
+
+
+def test_sdpa_can_dispatch_and_flash_attn_can_dispatch_judge_the_chosen_engine():
+    class Picky(TinyModel):
+        def _sdpa_can_dispatch(self, is_init_check=False):
+            raise ValueError("no sdpa")
+
+        def _flash_attn_can_dispatch(self, flash_attn_version, is_init_check=False):
+            raise ValueError("no flash")
+
+    for engine, message in (("sdpa", "no sdpa"), ("flash_attention_2", "no flash")):
+        config = TinyConfig()
+        config._attn_implementation = engine
+        with pytest.raises(ValueError, match=message):
+            Picky(config)
+
+
+def test_class_attributes_that_say_what_a_model_can_do():
+    names = ("_supports_attention_backend", "_supports_flex_attn", "_can_compile_fullgraph", "_tied_weights_keys")
+    for name in (*names, "_can_record_outputs", "_no_split_modules", "_skip_keys_device_placement"):
+        assert hasattr(PreTrainedModel, name)
+
+
+def test_causal_language_models_have_the_very_function_forcausallmloss():
+    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415
+
+    class OtherForCausalLM(TinyModel):
+        pass
+
+    assert OtherForCausalLM(TinyConfig()).loss_function is ForCausalLMLoss
+
+
+def test_merge_with_config_defaults_and_capture_outputs():
+    from transformers.modeling_outputs import BaseModelOutput  # noqa: PLC0415
+    from transformers.utils.generic import merge_with_config_defaults  # noqa: PLC0415
+    from transformers.utils.output_capturing import capture_outputs  # noqa: PLC0415
+
+    class Recorded(TinyModel):
+        _can_record_outputs = {"hidden_states": nn.Linear}
+
+        @merge_with_config_defaults
+        @capture_outputs
+        def forward(self, x, use_cache=None, **kwargs):
+            self.use_cache = use_cache
+            return BaseModelOutput(last_hidden_state=self.block(x))
+
+    config = TinyConfig()
+    config.use_cache = "from the configuration"
+    model = Recorded(config)
+    outputs = model(torch.randn(1, 4), output_hidden_states=True, return_dict=True)
+    assert model.use_cache == "from the configuration"
+    assert len(outputs.hidden_states) == 2
+
+
+def test_is_tracing_knows_fake_tensors():
+    from transformers.utils.import_utils import is_tracing  # noqa: PLC0415
+
+    assert not is_tracing(torch.zeros(2))
+    with FakeTensorMode():
+        assert is_tracing(torch.zeros(2))
+
+
+def test_is_torchdynamo_exporting_while_torch_exports():
+    from transformers.utils.import_utils import is_torchdynamo_exporting  # noqa: PLC0415
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            return x + 1 if is_torchdynamo_exporting() else x
+
+    assert Asking()(torch.zeros(2)).sum() == 0
+    assert torch.export.export(Asking(), (torch.zeros(2),)).module()(torch.zeros(2)).sum() == 2
+
+
+def test_generic_heads_build_their_decoder_with_auto_model():
+    from transformers.modeling_layers import (  # noqa: PLC0415
+        GenericForSequenceClassification,
+        GenericForTokenClassification,
+    )
+
+    class HeadedConfig(TinyConfig):
+        model_type = "tiny-headed"
+
+    class Decoder(TinyModel):
+        config_class = HeadedConfig
+
+    AutoModel.register(HeadedConfig, Decoder)
+    for head in (GenericForSequenceClassification, GenericForTokenClassification):
+        assert type(type("Headed", (head, Decoder), {})(HeadedConfig()).model) is Decoder
+
+
+def test_rope_init_functions_have_the_names_of_rope_types():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    assert {"linear", "dynamic", "yarn", "longrope", "llama3"} <= ROPE_INIT_FUNCTIONS.keys()
+
+
+def test_llamas_rotary_embedding_and_repeat_kv():
+    from transformers.integrations.sdpa_attention import repeat_kv  # noqa: PLC0415
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: PLC0415
+
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, head_dim=4, num_hidden_layers=1)
+    query = torch.randn(1, 2, 3, 4)
+    cos, sin = LlamaRotaryEmbedding(config)(query, torch.arange(3)[None])
+    assert cos.shape == sin.shape == (1, 3, 4)
+    angles = torch.arange(3.0)[:, None] * torch.tensor([1.0, 0.01])
+    turned = torch.view_as_complex(torch.stack(query.chunk(2, dim=-1), dim=-1)) * torch.polar(torch.ones(3, 2), angles)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(apply_rotary_pos_emb(query, query, cos, sin)[0], expected)
+    assert torch.equal(repeat_kv(query, 2), query.repeat_interleave(2, dim=1))
+
+
+def test_keyword_arguments_that_configurations_take_besides_their_fields():
+    from lsgpt.modeling_lsgpt.configuration_lsgpt import _TRANSFORMERS_KWARGS  # noqa: PLC0415
+
+    taken = set(re.findall(r"kwargs\.pop\(\"(\w+)\"", inspect.getsource(PreTrainedConfig.__post_init__)))
+    assert taken and taken <= {*_TRANSFORMERS_KWARGS, *PreTrainedConfig.__dataclass_fields__}
+    assert {"do_sample", "temperature", "top_k"} <= GenerationConfig._get_default_generation_params().keys()
+
+
+def test_get_relative_import_files_follows_imports(tmp_path):
+    from transformers.dynamic_module_utils import get_relative_import_files  # noqa: PLC0415
+
+    for name, content in {"a": "from .b import x", "b": "from .c import x", "c": "x = 1"}.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    assert {file.rsplit("/")[-1] for file in map(str, get_relative_import_files(tmp_path / "a.py"))} == {
+        "b.py",
+        "c.py",
+    }
