@@ -245,7 +245,7 @@ def test_dropout_beside_sinks():
 @pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
 def test_sinks_of_triton_equal_dense_reference(name):
     with torch.device(DEVICE):
-        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 79, name, batch_size=2, **SINKS)
+        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 49, name, batch_size=2, **SINKS)
         check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **SINKS)
 
 
@@ -294,7 +294,7 @@ def test_triton_equals_dense_reference(name):
 @pytest.mark.parametrize("name", ["plain", "packed-right"])
 def test_triton_in_half_precision(name):
     with torch.device(DEVICE):  # blocks of 128 and 64
-        check(HEADS["H6-G1"], "triton", HALF, 290, name, batch_size=2, window=100, head_dim=36)
+        check((3, 1, 3), "triton", HALF, 290, name, batch_size=1, window=100, head_dim=36)
 
 
 @pytest.mark.kernels

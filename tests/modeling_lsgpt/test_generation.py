@@ -176,14 +176,15 @@ def test_static_cache_compiled(tiny_model, fresh_compiler):
     model = tiny_model(torch.float64, "sdpa", num_hidden_layers=1)
     input_ids = torch.randint(97, (2, 5))
     expected = greedy_without_cache(model, input_ids, NEW_TOKENS)
-    model.forward = torch.compile(model.forward, fullgraph=True)
+    decode = torch.compile(model, fullgraph=True)
     cache = StaticCache(config=model.config, max_cache_len=32)
     text = input_ids
     with torch.no_grad():
-        step = input_ids
+        # As in `generate`, the prompt is not compiled.
+        logits = model(input_ids, past_key_values=cache, use_cache=True).logits
         for _ in range(NEW_TOKENS):
-            step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-            text = torch.cat((text, step), dim=-1)
+            text = torch.cat((text, logits[:, -1:].argmax(-1)), dim=-1)
+            logits = decode(text[:, -1:], past_key_values=cache, use_cache=True).logits
     assert torch.equal(text, expected)
 
 

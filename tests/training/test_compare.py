@@ -75,8 +75,7 @@ def test_arms_join_the_recipe():
 
 def test_comparison_goes_on_where_it_was(tmp_path):
     write_inputs(tmp_path, max_steps=30, eval_steps=15)  # long enough that the signal comes before the end
-    arms = ["--arms", "wild,ls", "--arms_file", "arms.yaml", "--seeds", "1"]
-    program = fresh.Program("-m", "lsgpt_cli", "compare", "tiny.yaml", *arms)
+    program = fresh.Program("-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls", "--seeds", "1")
     folder = tmp_path / "runs" / "compare-tiny"
     while not (folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists():
         assert program.process.is_alive(), program.errors
@@ -85,11 +84,10 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     assert program.wait() == 2
     assert "The same command goes on with it" in program.errors
     assert not (folder / "report.md").exists()
-    finished_at = (folder / "wild" / "seed-42" / "results.json").stat().st_mtime_ns
 
-    report = compare("tiny.yaml", ["wild", "ls"], num_seeds=1, arms_file="arms.yaml")
+    arms = {"arms": ["ls", "wild"], "num_seeds": 1, "arms_file": "arms.yaml"}
+    report = compare("tiny.yaml", **arms)
     assert report == folder.relative_to(tmp_path) / "report.md"
-    assert (folder / "wild" / "seed-42" / "results.json").stat().st_mtime_ns == finished_at
     results = json.loads((folder / "results.json").read_text())
     assert results["environment"]["commit"]
     assert results["arms"]["ls"][0]["step"] == 30
@@ -98,6 +96,14 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     assert re.search(r"^\| wild \| - \| - \| not finite \|.*\| 1 of 1 \|$", text, re.MULTILINE)
     for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
         assert f"]({plot})" in text and (folder / plot).is_file()
+    # It resumed: the run's log has the line of both starts.
+    assert (folder / "ls" / "seed-42.log").read_text().count("Training ") == 2
+
+    report.unlink()
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed-*/results.json")}
+    compare("tiny.yaml", **arms)  # everything is there
+    assert report.read_text() == text
+    assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 2
 
     # One tokenizer for all.
     tokenizers = {file.read_bytes() for file in folder.glob("*/seed-*/tokenizer.json")}
