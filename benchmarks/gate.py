@@ -45,7 +45,7 @@ def _size(x: torch.Tensor) -> float:
 
 
 def attention_inputs(shape: Shape) -> list[torch.Tensor]:
-    """Makes random query `(B, H, T, D)`, key and value `(B, H_kv, T, D)`, with the same strides as in a model."""
+    """Makes a random query `(B, H, T, D)`, key and value `(B, H_kv, T, D)`, with the same strides as in a model."""
     config = shape.config
     kv_heads = config.num_key_value_heads
     return [
@@ -161,9 +161,9 @@ def llama_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callabl
 def check_model(name: str, peer: Peer, shape: Shape, task: str, model: nn.Module | None = None):
     """
     Compares a model with its twin on the `eager` engine in float32, on one sequence of at most `CHECKED_LENGTH`
-    tokens. In training, loss and gradients are compared; otherwise the last three logits, which prefill computes at
-    once, filling a cache, and decoding from a prompt and two single tokens. The reference has no cache. It is made
-    from `model`, if that is given.
+    tokens. In training, loss and gradients are compared, otherwise the last three logits: in prefill from one pass
+    that fills a cache, in decoding from a prompt and two single tokens. The reference has no cache. It is made from
+    `model`, if that is given.
 
     Raises:
         RuntimeError: If something differs by more than rounding; the message says what.

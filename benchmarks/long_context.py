@@ -30,7 +30,7 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
         num_global_heads: `None` keeps the preset's value; `"all"` makes it plain multi-head attention.
 
     Returns:
-        `seconds`; `peak_bytes`, the peak memory beyond the model's own; and `cache_bytes`, the final size of the cache.
+        `seconds`; `peak_bytes`, the peak memory beyond the model's own; and `cache_bytes`, the cache's final size.
     """
     fields = {} if num_global_heads is None else {"num_global_heads": num_global_heads}
     config = load_preset("paper-v1", position_embedding_type="sinusoidal", **fields)
@@ -57,9 +57,11 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--local_length", type=int, default=2**20, help="tokens, local heads only; default: %(default)s"
     )
-    parser.add_argument("--chunk_length", type=int, default=2**13, help="tokens in its chunks; default: %(default)s")
     parser.add_argument(
-        "--mhsa_length", type=int, default=2**15, help="tokens with all heads global; default: %(default)s"
+        "--chunk_length", type=int, default=2**13, help="tokens per chunk of that; default: %(default)s"
+    )
+    parser.add_argument(
+        "--mhsa_length", type=int, default=2**15, help="tokens of the comparison; default: %(default)s"
     )
     parser.add_argument("--output", type=Path, default=OUTPUT / "long_context.json", help="default: %(default)s")
     options = parser.parse_args(arguments)

@@ -68,7 +68,7 @@ def run(
         budget, min_rounds: See `measure`.
         targets: The targets for the shape, as in `lsgpt.benchmarks.targets`.
         rates: The device's rates for `floor_seconds`.
-        families: Which of `FAMILIES` to time besides `BASELINES`; all of them are checked.
+        families: Which of `FAMILIES` to time besides `BASELINES`; all gates are run in any case.
 
     Returns:
         The figures; times are in seconds, for decoding per token.
@@ -196,7 +196,7 @@ def main(arguments: list[str]):
     parser = argparse.ArgumentParser(
         prog="lsgpt bench",
         description="Time LSGPT against multi-head attention and against GPT-2 or Llama of the same shape, whichever "
-        "has the same blocks, and save the ratios. Before that, check that all of them compute the right thing.",
+        "has the same blocks, and save the ratios. Before that, check that LSGPT computes the right thing.",
         epilog=f"{', '.join(APART)} have their own options: lsgpt bench NAME --help.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all of them")

@@ -81,7 +81,7 @@ def with_global_heads(
             equal.
         global_kv_heads: For each layer, the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, including its own.
-        sinks: Sinks for all heads; only those of local heads are used. Not needed if the model was trained with local heads.
+        sinks: Sinks for all heads; only those of local heads are used. A model trained with local heads needs none.
 
     Raises:
         ValueError: If the model has local heads, lacks some of the heads, or the window is below 2.
