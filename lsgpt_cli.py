@@ -119,7 +119,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="turn a checkpoint of other code into an LSGPT checkpoint",
         description="Turn a checkpoint of other code into an LSGPT checkpoint with the same logits: Llama, Mistral, "
         "Qwen2, Qwen3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat template and generation configuration are "
-        "taken over. Heads of a pretrained model can be made local: those whose output changes least on your text.",
+        "carried over. Heads of a pretrained model can be made local: those whose output changes least on your text.",
         allow_abbrev=False,
     )
     convert.add_argument(

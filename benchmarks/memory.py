@@ -59,7 +59,7 @@ def peak_of_training_step(name: str, length: int, preset: str) -> float:
 
 
 def in_own_process(function: Callable, *arguments):
-    """Calls a function in a new process and returns its result, because the peak memory is that of a whole process."""
+    """Calls a function in a new process and returns its result, because peak memory is measured per process."""
     # If possible, a server that has already imported torch forks the processes, because importing takes seconds.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")

@@ -303,7 +303,7 @@ def main(arguments: list[str]):
         print(
             f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; other machines may miss some)"
         )
-    print(f"\nsaved in {options.output / stem}.json, with plots beside it where there are several lengths")
+    print(f"\nsaved in {options.output / stem}.json, with plots beside it if there are several lengths")
 
 
 def explain(families: tuple[str, ...], device: str):

@@ -28,7 +28,7 @@ def convert(
     """
     Converts a checkpoint of nanoGPT, the paper's code, GPT-2, Llama, Mistral, Qwen2 or Qwen3 to an LSGPT checkpoint
     with the same weights and logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
-    generation configuration are taken over; licence and origin are written into the metadata of a README.md.
+    generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
     With a text, all but `global_kv_heads` heads become local and get sinks: those whose output changes least. The
     change is measured on one part of the text, and perplexity and retrieval before and after on the other.

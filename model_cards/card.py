@@ -221,7 +221,7 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
 def _find_metadata(folder: str | Path, recipe: dict | None) -> dict:
     """
     Reads the metadata of a README.md in the folder. Missing fields are taken from the checkpoint that the run started
-    from, but the licence rather from the run's recipe, if that has one.
+    from; for the licence, the run's recipe comes first.
     """
     recipe = recipe or {}
     start = recipe.get("model_name_or_path")
