@@ -1,4 +1,4 @@
-"""The `lsgpt` command. It stands outside the package, and imports late, because its help must not wait for torch."""
+"""The `lsgpt` command. It is outside the package and imports late, so that its help does not wait for torch."""
 
 # ruff: noqa: PLC0415
 
@@ -10,14 +10,14 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command; returns the exit status: 0, or 2 for what the user got wrong."""
+    """Runs a sub-command and returns the exit status: 0, or 2 for user errors."""
     argv = sys.argv[1:] if argv is None else argv
-    # Where torchao is installed, Transformers imports it for every model, and it warns of its libraries for other
-    # hardware, and PyTorch of how it registers types: nothing that our users could act on.
+    # If torchao is installed, Transformers imports it for every model. It then warns about its libraries for other
+    # hardware, and PyTorch warns about how it registers types; our users can do nothing about either.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if argv[:1] == ["train"]:
-        # Its fields are those of the training arguments, and their parser takes over.
+        # Its options are the fields of the training arguments, which have their own parser.
         return _train(argv[1:])
     try:
         if argv[:1] == ["compare"]:
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
             return _study(argv[1:])
         args = _make_parser().parse_args(argv)
         return args.run(args)
-    except (ValueError, OSError, ImportError) as error:  # also a package that an option needs
+    except (ValueError, OSError, ImportError) as error:  # ImportError: an option needs a package that is missing
         return _fail(error)
 
 
@@ -41,7 +41,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     commands.add_parser(
         "train",
-        help="train a model from a recipe; without arguments a small one, here and now: "
+        help="train a model from a recipe, or a small demo model without arguments: "
         "lsgpt train [RECIPE] [--field value ...]",
     )
 
@@ -59,57 +59,67 @@ def _make_parser() -> argparse.ArgumentParser:
 
     commands.add_parser(
         "bench",
-        help="time the model beside GPT-2 or Llama of the same shape: lsgpt bench [NAME ...] [--quick]",
+        help="time the model against GPT-2 or Llama of the same shape: lsgpt bench [NAME ...] [--quick]",
     )
 
-    text = "continue a text with a trained model, as it is written"
+    text = "continue a text with a trained model, and print it as it is generated"
     generate = commands.add_parser("generate", help=text, description=text.capitalize() + ".")
     generate.add_argument("model", metavar="FOLDER_OR_NAME", help="a folder with a checkpoint, or a model on the Hub")
     generate.add_argument("prompt", help="the text to continue")
-    # With underscores too, as the fields of Transformers are written.
+    # Underscores work, too, because the field names of Transformers have them.
     generate.add_argument(
-        "--max-new-tokens", "--max_new_tokens", type=_positive_int, default=100, help="default: %(default)s"
+        "--max-new-tokens",
+        "--max_new_tokens",
+        type=_positive_int,
+        default=100,
+        help="number of tokens to generate; default: %(default)s",
     )
-    generate.add_argument("--temperature", type=_positive_float, default=0.8, help="default: %(default)s")
-    generate.add_argument("--top-k", "--top_k", type=_positive_int, default=50, help="default: %(default)s")
-    generate.add_argument("--seed", type=int, help="makes the continuation repeatable")
-    generate.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    generate.add_argument(
+        "--temperature", type=_positive_float, default=0.8, help="sampling temperature; default: %(default)s"
+    )
+    generate.add_argument(
+        "--top-k",
+        "--top_k",
+        type=_positive_int,
+        default=50,
+        help="sample from the K most likely tokens; default: %(default)s",
+    )
+    generate.add_argument("--seed", type=int, help="random seed; makes the continuation repeatable")
+    generate.add_argument("--greedy", action="store_true", help="always take the most likely token")
     generate.set_defaults(run=_generate)
 
-    text = "put a trained model on the Hub, with a model card made from its run"
     publish = commands.add_parser(
         "publish",
-        help=text,
-        description=f"{text.capitalize()}: weights, tokenizer, code, card, plots, recipe and metrics, in one commit. "
-        "Everything is checked before a repository is made. FOLDER does not change; the licence in the metadata of a "
-        "README.md in it counts, and the new card takes its place on the Hub.",
+        help="put a trained model on the Hub, with a model card made from its run",
+        description="Put a trained model on the Hub in one commit: weights, tokenizer, code, plots, recipe, metrics, "
+        "and a model card made from its run. Everything is checked before a repository is created. FOLDER is not "
+        "changed. If it has a README.md, the licence in its metadata is used; the new card replaces it on the Hub.",
     )
     publish.add_argument("folder", metavar="FOLDER", help="a folder with a checkpoint, such as runs/demo")
-    publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must be free")
+    publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must not be taken")
     publish.add_argument(
         "--license",
         metavar="ID",
-        help="licence of the weights as the Hub names it, such as apache-2.0; default: that in FOLDER's README.md or "
-        "recipe.yaml",
+        help="licence of the weights as the Hub names it, such as apache-2.0; default: the one in FOLDER's "
+        "README.md or recipe.yaml",
     )
-    publish.add_argument("--private", action="store_true", help="for you, or your organization, only")
+    publish.add_argument("--private", action="store_true", help="visible only to you or your organization")
     publish.add_argument(
         "--dry-run", action="store_true", help="check everything, and write what would be uploaded into a folder"
     )
     publish.add_argument(
         "--output",
         metavar="FOLDER",
-        help="folder of the dry run; default: FOLDER-card beside FOLDER, or FOLDER-card-2, ...",
+        help="folder of the dry run; default: FOLDER-card next to FOLDER, or FOLDER-card-2, ...",
     )
     publish.set_defaults(run=_publish)
 
-    text = "turn a checkpoint of other code into one of LSGPT"
     convert = commands.add_parser(
         "convert",
-        help=text,
-        description=f"{text.capitalize()}, with the same logits: Llama, Mistral, Qwen2, Qwen3, GPT-2, nanoGPT, or the "
-        "paper's code. Tokenizer, chat template and generation configuration come along. A pretrained model can be "
-        "given local heads: those whose output changes least by it on a text of yours.",
+        help="turn a checkpoint of other code into an LSGPT checkpoint",
+        description="Turn a checkpoint of other code into an LSGPT checkpoint with the same logits: Llama, Mistral, "
+        "Qwen2, Qwen3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat template and generation configuration are "
+        "carried over. Heads of a pretrained model can be made local: those whose output changes least on your text.",
         allow_abbrev=False,
     )
     convert.add_argument(
@@ -117,18 +127,18 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="the folder or the Hub name of a pretrained model, a GGUF file, or a file of nanoGPT or the paper's code",
     )
-    convert.add_argument("folder", metavar="FOLDER", help="a new or an empty folder to write the checkpoint into")
+    convert.add_argument("folder", metavar="FOLDER", help="a new or empty folder to write the checkpoint into")
     convert.add_argument(
         "--global-kv-heads",
         metavar="N",
         type=_count_or_share,
-        help="key/value heads of the whole model that stay global: their number, or a share such as 0.2",
+        help="key/value heads in the whole model that stay global: their number, or a share such as 0.2",
     )
     convert.add_argument(
         "--window",
         metavar="W",
         type=_positive_int,
-        help="number of tokens that the local heads see, their own included",
+        help="number of tokens that the local heads see, including the current one",
     )
     convert.add_argument(
         "--calibrate",
@@ -140,35 +150,36 @@ def _make_parser() -> argparse.ArgumentParser:
         "--balance",
         choices=("overall", "layer"),
         default="overall",
-        help="choose the N heads that change most wherever they are, or as many in each layer; default: %(default)s",
+        help="keep the N heads global that change most in the whole model, or the same number in each layer; default: "
+        "%(default)s",
     )
     convert.add_argument(
         "--max-blocks",
         metavar="N",
         type=_positive_int,
         default=16,
-        help="blocks of text, of up to 2,048 tokens each, to measure heads on at most, and as many to evaluate; "
-        "default: %(default)s",
+        help="maximum number of blocks of text, of up to 2,048 tokens each, to measure heads on, and of those for the "
+        "evaluation; default: %(default)s",
     )
     convert.set_defaults(run=_convert)
 
-    text = "show where the heads of a model look on a text"
+    text = "show what the heads of a model attend to in a text"
     inspect = commands.add_parser(
         "inspect",
         help=text,
-        description=f"{text.capitalize()}: LSGPT or any other decoder, such as a Llama or a GPT-2. Writes report.md, "
-        "plots, statistics.json, and attention.html, a page that opens in a browser without a network.",
+        description=f"{text.capitalize()}. The model is an LSGPT or any other decoder, such as a Llama or a GPT-2. "
+        "Writes report.md, plots, statistics.json, and attention.html, a page for the browser that works offline.",
         allow_abbrev=False,
     )
     inspect.add_argument("model", metavar="MODEL", help="a folder with a checkpoint, or a model on the Hub")
     inspect.add_argument(
         "text",
         metavar="TEXT",
-        help="a .txt file, of which the beginning is taken; a folder or a file of other kinds, stdlib, or a data set "
-        "on the Hub, of which held-out documents are taken",
+        help="a .txt file, whose beginning is used; or a folder, a file of another kind, stdlib, or a data set on the "
+        "Hub, whose held-out documents are used",
     )
     inspect.add_argument(
-        "--output", metavar="FOLDER", help="folder to write into; default: runs/inspect-NAME, NAME being the model's"
+        "--output", metavar="FOLDER", help="folder to write into; default: runs/inspect-NAME, with the model's name"
     )
     inspect.add_argument(
         "--length",
@@ -177,22 +188,22 @@ def _make_parser() -> argparse.ArgumentParser:
         help="tokens in a block of text; default: 512, or the model's limit",
     )
     inspect.add_argument(
-        "--blocks", metavar="N", type=_positive_int, default=8, help="blocks to measure at most; default: %(default)s"
+        "--blocks", metavar="N", type=_positive_int, default=8, help="maximum number of blocks; default: %(default)s"
     )
     inspect.add_argument(
         "--far",
         metavar="N",
         type=_positive_int,
-        help="from how many tokens away keys count as far; default: the window of the model's local heads, else 128, "
-        "and at most half a block",
+        help="distance in tokens from which keys count as far; default: the window of the model's local heads, or 128 "
+        "if it has none, but at most half a block",
     )
     inspect.set_defaults(run=_inspect)
 
-    text = "show a model's shape and size, and what it costs beside equal multi-head attention"
+    text = "show a model's shape and size, and its costs compared with equal multi-head attention"
     info = commands.add_parser("info", help=text, description=text.capitalize() + ".")
     info.add_argument("model", metavar="PRESET_OR_FOLDER", help="a preset's name, or a folder with a checkpoint")
     info.add_argument(
-        "--length", type=_positive_int, help="number of tokens to count costs at; default: the model's positions"
+        "--length", type=_positive_int, help="number of tokens for the costs; default: the model's positions"
     )
     info.set_defaults(run=_info)
     return parser
@@ -239,15 +250,15 @@ def _train(argv: list[str]) -> int:
         prog="lsgpt train",
         usage="lsgpt train [RECIPE] [--field value ...]",
         description="Train a model. RECIPE is a YAML file with values for the fields below, or the name of a shipped "
-        f"one ({', '.join(list_recipes())}); fields on the command line replace the recipe's. Default: demo.",
+        f"one ({', '.join(list_recipes())}); fields on the command line override the recipe's. Default: demo.",
     )
     try:
         arguments = parse_arguments(*_split_recipe(argv), parser)
     except (ValueError, OSError, ImportError) as error:
-        # All processes that a launcher started on this machine have the same arguments: one of them speaks.
+        # All processes of a launcher on this machine have the same arguments, so only one of them prints the error.
         return _fail(error) if os.environ.get("LOCAL_RANK", "0") == "0" else 2
     try:
-        # Later than the arguments, because a mistake there should not wait for these imports.
+        # Imported after parsing, because an error in the arguments should not wait for these imports.
         from lsgpt.model_cards import save_card
         from lsgpt.training.train import build_trainer, train
 
@@ -256,7 +267,7 @@ def _train(argv: list[str]) -> int:
         return _fail(error)
     try:
         train(trainer, arguments)
-    except ImportError as error:  # of a package that an option needs, such as an optimizer
+    except ImportError as error:  # an option needs a package that is missing, such as an optimizer's
         return _fail(error)
     return 0
 
@@ -265,15 +276,19 @@ def _compare(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lsgpt compare",
         usage="lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
-        description="Train every arm, a named set of recipe fields, with every seed, and write one report. RECIPE and "
-        "fields are those of lsgpt train. Started again with the same arguments, it goes on where it was.",
+        description="Train every arm (a named set of recipe fields) with every seed, and write one report. RECIPE and "
+        "fields are those of lsgpt train. If started again with the same arguments, it continues where it stopped.",
         allow_abbrev=False,
     )
-    parser.add_argument("--arms", required=True, help="names from configuration/arms.yaml or ARMS_FILE, with commas")
+    parser.add_argument(
+        "--arms", required=True, help="comma-separated names from configuration/arms.yaml or ARMS_FILE"
+    )
     parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")
-    parser.add_argument("--output-dir", "--output_dir", help="default: runs/compare-NAME")
+    parser.add_argument("--output-dir", "--output_dir", help="folder to write into; default: runs/compare-NAME")
     parser.add_argument("--arms-file", "--arms_file", help="a YAML file with more arms")
-    parser.add_argument("--processes", type=_positive_int, default=1, help="runs at once; default: %(default)s")
+    parser.add_argument(
+        "--processes", type=_positive_int, default=1, help="number of runs at a time; default: %(default)s"
+    )
     recipe, argv = _split_recipe(argv)
     args, fields = parser.parse_known_args(argv)
 
@@ -304,10 +319,14 @@ def _study(argv: list[str]) -> int:
         "--scale", default="micro", help="micro, for two CPU cores, or paper, for a GPU; default: micro"
     )
     parser.add_argument("--seeds", type=_positive_int, help="number of seeds; default: the scale's")
-    parser.add_argument("--only", default="", help="names of arms, or patterns such as 'ls-*', with commas")
-    parser.add_argument("--output-dir", "--output_dir", metavar="FOLDER", help="default: runs/study-NAME-SCALE")
-    parser.add_argument("--processes", type=_positive_int, help="runs at once; default: one for each core at micro")
-    parser.add_argument("--report", metavar="FOLDER", help="write the report of the runs in FOLDER again, run nothing")
+    parser.add_argument("--only", default="", help="comma-separated names of arms, or patterns such as 'ls-*'")
+    parser.add_argument(
+        "--output-dir", "--output_dir", metavar="FOLDER", help="folder to write into; default: runs/study-NAME-SCALE"
+    )
+    parser.add_argument(
+        "--processes", type=_positive_int, help="number of runs at a time; default: one per core at micro"
+    )
+    parser.add_argument("--report", metavar="FOLDER", help="only write the report of the runs in FOLDER again")
     args, fields = parser.parse_known_args(argv[1:])
     if args.report:
         if not read_lines(args.report):
@@ -338,7 +357,7 @@ def _generate(args: argparse.Namespace) -> int:
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
-        raise ValueError("`prompt` must have a token or more; got an empty text")
+        raise ValueError("`prompt` must have at least one token; got an empty text")
     _check_positions(model.config, prompt_length, args.max_new_tokens)
     if args.seed is not None:
         set_seed(args.seed)
@@ -353,7 +372,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _load(name: str):
-    """The tokenizer and the model of a checkpoint, all of whose weights are in its files."""
+    """Loads the tokenizer and the model of a checkpoint; raises `ValueError` if its files lack weights."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -361,8 +380,10 @@ def _load(name: str):
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
 
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "tokenizer_config.json")):
-        raise ValueError(f"{name!r} has no tokenizer: save the model's own into it, with `tokenizer.save_pretrained`")
-    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here"
+        raise ValueError(
+            f"{name!r} has no tokenizer: save the model's tokenizer into it, with `tokenizer.save_pretrained`"
+        )
+    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is not a local folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model, found = AutoModelForCausalLM.from_pretrained(name, device_map="auto", output_loading_info=True)
@@ -371,14 +392,14 @@ def _load(name: str):
         raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"the weights in {name!r} must be all that its config.json asks for, the rest would be random; it lacks "
+            f"the weights in {name!r} must be complete, because missing ones would be random; it lacks "
             f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
         )
     return tokenizer, model
 
 
 def _check_positions(config, prompt_length: int, max_new_tokens: int):
-    """Raises `ValueError` past the end of learned positions; of others, says that the model was not made for it."""
+    """Raises `ValueError` past the end of learned positions; for other positions, prints that quality may suffer."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or prompt_length + max_new_tokens <= positions:
         return
@@ -387,10 +408,8 @@ def _check_positions(config, prompt_length: int, max_new_tokens: int):
             f"`--max-new-tokens` must be at most {max(positions - prompt_length, 0)}, because the model has "
             f"{positions} learned positions and the prompt takes {prompt_length}; got {max_new_tokens}"
         )
-    print(
-        f"lsgpt: note: the model was made for {positions} tokens; what comes after them may be worse", file=sys.stderr
-    )
-    # It would say the same in the middle of the text.
+    print(f"lsgpt: note: the model was made for {positions} tokens; text beyond them may be worse", file=sys.stderr)
+    # Transformers would say the same in the middle of the text.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
 
 
@@ -456,7 +475,7 @@ def _convert(args: argparse.Namespace) -> int:
         block_size = min(model.config.max_position_embeddings, 512)
         print(f"  {heal} --dataset_name {args.calibrate}{'' if block_size == 512 else f' --block_size {block_size}'}")
     if not os.path.exists(os.path.join(args.folder, "tokenizer_config.json")):
-        print(f"\nThe source has no tokenizer. To use text, save the model's own into {args.folder}.")
+        print(f"\nThe source has no tokenizer. To use text, save the model's tokenizer into {args.folder}.")
     return 0
 
 
@@ -474,7 +493,7 @@ def _publish(args: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(name: str):
-    """Raises `ValueError` where `name` can only be meant as a folder and holds no checkpoint."""
+    """Raises `ValueError` if `name` can only be meant as a folder and has no checkpoint."""
     parent = os.path.dirname(name)
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):

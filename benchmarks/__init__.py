@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat; their results are committed in `results/`."""
+"""Reproducible benchmarks; their results are committed in `results/`."""

@@ -1,8 +1,8 @@
-"""Attention alone, forward and backward: Long Short-attention beside causal attention in all heads.
+"""Attention alone, forward and backward: Long Short-attention against causal attention in all heads.
 
 The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
-what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA another way to compute
-it, which is no engine of the model, is timed: `lsgpt varlen_attn`.
+what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA, `lsgpt varlen_attn` is
+also timed, another way to compute the same attention that is not an engine of the model.
 """
 
 import copy
@@ -20,7 +20,7 @@ from .peers import Benchmark, Peers, Shape, attention_function
 
 
 def prepare(shape: Shape) -> Benchmark:
-    """The peers at one shape."""
+    """Prepares the peers at one shape."""
     config = shape.config
     heads, num_global_heads = config.num_attention_heads, config.num_global_heads_per_layer[0]
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def prepare(shape: Shape) -> Benchmark:
     peers.add_engines(shape, shape.length, 1, make, try_out)
     if shape.device == "cuda":
         peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
-        if not config.attention_sinks:  # which `varlen_attn` does not know
+        if not config.attention_sinks:  # `varlen_attn` does not support them
             peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
     gates = [
         partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
@@ -65,7 +65,7 @@ def prepare(shape: Shape) -> Benchmark:
 
 
 def causal_attention(query, key, value, backend: SDPBackend | None = None) -> torch.Tensor:
-    """`scaled_dot_product_attention` of `(B, H, T, D)`, all heads causal, on one of its kernels: `(B, T, H, D)`."""
+    """Causal `scaled_dot_product_attention` on one of its kernels, from `(B, H, T, D)` to `(B, T, H, D)`."""
     options = {"is_causal": True, "enable_gqa": key.shape[1] != query.shape[1]}
     if backend is None:
         return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
@@ -75,10 +75,10 @@ def causal_attention(query, key, value, backend: SDPBackend | None = None) -> to
 
 def variable_length_attention(query, key, value, window: int | None = None) -> torch.Tensor:
     """
-    PyTorch's `varlen_attn`, on CUDA: `(B, H, T, D)` to `(B, T, H, D)`.
+    PyTorch's `varlen_attn` on CUDA, from `(B, H, T, D)` to `(B, T, H, D)`.
 
-    All heads are causal, and see `window` keys, their own included, if it is given. Raises `ImportError` where PyTorch
-    lacks the function or what is asked of it here.
+    All heads are causal. If `window` is given, queries see that many keys, including their own. Raises `ImportError`
+    if PyTorch lacks the function or the options that are used here.
     """
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 (older versions lack it)
 
@@ -94,7 +94,7 @@ def variable_length_attention(query, key, value, window: int | None = None) -> t
 
 
 def two_kernels(query, key, value, config: LSGPTConfig) -> torch.Tensor:
-    """Global heads through `scaled_dot_product_attention`, local ones through `varlen_attn`: `(B, T, H, D)`."""
+    """Computes global heads with `scaled_dot_product_attention`, local ones with `varlen_attn`: `(B, T, H, D)`."""
     split = config.num_global_heads_per_layer[0]
     kv_split = split * config.num_key_value_heads // config.num_attention_heads
     parts = [

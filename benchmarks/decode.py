@@ -1,10 +1,10 @@
-"""Decoding: time per token after a prompt, with a cache; and the bytes of the cache.
+"""Decoding: time per token after a prompt, with a cache; and the size of the cache in bytes.
 
-The prompt is not run: the cache is filled with random keys and values, so that long prompts cost nothing. On CUDA the
-peers are also timed as `compiled`, with static caches and CUDA graphs.
+The prompt is not run. Instead, the cache is filled with random keys and values, so that long prompts cost nothing. On
+CUDA, the peers are also timed as `compiled`, with static caches and CUDA graphs.
 
-Besides the gate of the whole model at a shorter length, each peer's logits after the full prompt are compared with
-those of the `eager` engine in float32, for the first sequence.
+In addition to the gate of the whole model at a shorter length, each peer's logits after the full prompt are compared
+with those of the `eager` engine in float32, for the first sequence.
 """
 
 import copy
@@ -21,12 +21,12 @@ from .prefill import is_ours
 
 
 TOKENS = 16
-"""Number of tokens that are timed together."""
+"""Number of tokens in one measurement."""
 
 
 def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
-    """The peers at one shape; with `compiled`, by default on CUDA, also with static caches and `torch.compile`."""
-    # On `flex_attention` a single query goes to `sdpa`.
+    """Prepares the peers at one shape. `compiled`, the default on CUDA, adds static caches and `torch.compile`."""
+    # With `flex_attention`, single queries are computed by `sdpa`.
     shape = shape._replace(engines=tuple(engine for engine in shape.engines if engine != "flex_attention"))
     shape, peers = build_models(shape, "decode")
     stock = stock_family(shape.config)
@@ -42,11 +42,11 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
             fill(caches[name], model, shape)
             make = partial(Peer, torch.compile(model, mode="reduce-overhead"))
             peers.add(name, make, partial(decode, cache=caches[name], shape=shape, count=1))
-            fill(caches[name], model, shape)  # as it was before the trial
+            fill(caches[name], model, shape)  # restores it after the trial
 
     def run(name: str):
         cache = fresh(caches[name], shape)
-        decode(peers[name], cache, shape, 1)  # it drops the part of the prompt that local heads have no use for
+        decode(peers[name], cache, shape, 1)  # drops the keys that local heads no longer see
         return partial(decode, peers[name], cache, shape, TOKENS)
 
     gates: list[Callable[[], None]] = []
@@ -66,8 +66,8 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
 @torch.no_grad()
 def fill(cache: Cache, model: nn.Module, shape: Shape) -> Cache:
     """
-    Lets a cache hold `shape.length` tokens of `shape.batch_size` sequences: the first one run through the model, the
-    keys and values of the others random, and the same each time.
+    Fills a cache with `shape.length` tokens of `shape.batch_size` sequences. The first token is run through the model;
+    the keys and values of the others are random, and the same each time.
     """
     if cache.is_compileable:
         cache.reset()
@@ -78,15 +78,15 @@ def fill(cache: Cache, model: nn.Module, shape: Shape) -> Cache:
         size = (*layer.keys.shape[:2], shape.length - 1, layer.keys.shape[3])
         for_both = [torch.randn(size, generator=generator, device=shape.device) for _ in range(2)]
         cache.update(*(x.to(layer.keys.dtype) for x in for_both), layer_idx)
-        if not cache.is_compileable:  # the window of a local layer is a view of everything
+        if not cache.is_compileable:  # the window of a local layer is a view of the whole tensor
             layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     return cache
 
 
 def fresh(cache: Cache, shape: Shape) -> Cache:
     """
-    A cache to continue from after the prompt: a copy; or a static one itself, because its place is fixed, set back to
-    the length (the windows of local layers keep what has been decoded, which costs the same).
+    Returns a cache to continue from after the prompt. A dynamic cache is copied. A static one has a fixed place in
+    memory, so it is reset to the prompt's length; its local windows keep the decoded tokens, which costs the same.
     """
     if not cache.is_compileable:
         return copy.deepcopy(cache)
@@ -99,12 +99,12 @@ def fresh(cache: Cache, shape: Shape) -> Cache:
 
 @torch.no_grad()
 def decode(peer: Peer, cache: Cache, shape: Shape, count: int) -> torch.Tensor:
-    """Decodes `count` tokens, each the token 0 because no figure depends on which: their logits `(B, count, V)`."""
+    """Decodes `count` tokens, all 0 because the time does not depend on them; returns logits `(B, count, V)`."""
     token, logits = torch.zeros(shape.batch_size, 1, dtype=torch.long, device=shape.device), []
     for _ in range(count):
         options = {}
         if cache.is_compileable:
-            # Made outside of what is compiled, as `generate` does: inside, positions would be constants of the graph.
+            # Made outside the compiled code, as `generate` does; inside, positions would be constants of the graph.
             position_ids = torch.zeros_like(token) + cache.get_seq_length()
             options = {
                 "position_ids": position_ids,
@@ -123,19 +123,18 @@ def decode(peer: Peer, cache: Cache, shape: Shape, count: int) -> torch.Tensor:
 
 def check_step(name: str, peer: Peer, cache: Cache, model: nn.Module, dynamic: Cache, shape: Shape):
     """
-    Compares the logits of two tokens after the prompt, of the first sequence, with those of the `eager` engine in
-    float32.
+    Compares the first sequence's logits of two tokens after the prompt with those of the `eager` engine in float32.
 
     Args:
-        name: For the message.
-        peer: What is timed.
+        name: The peer's name, for the message.
+        peer: The peer to check.
         cache: Its cache.
-        model: The model that the peer has been made from.
+        model: The model that the peer was made from.
         dynamic: A dynamic cache with the same keys and values.
         shape: What is benchmarked.
 
     Raises:
-        RuntimeError: The logits differ by more than rounding.
+        RuntimeError: If the logits differ by more than rounding.
     """
 
     def first_sequence(reference: Peer) -> torch.Tensor:
@@ -156,5 +155,5 @@ def check_step(name: str, peer: Peer, cache: Cache, model: nn.Module, dynamic: C
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all keys and values that a cache gives to the next step."""
+    """Returns the bytes of all keys and values that a cache passes to the next step."""
     return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))

@@ -1,4 +1,4 @@
-"""The least time that a benchmark can take on a device: its operations and bytes over the rates measured there."""
+"""A lower bound on a benchmark's time on a device: its operations and bytes divided by the rates measured there."""
 
 import statistics
 
@@ -12,8 +12,8 @@ from .timing import measure
 
 def measure_rates(device: str, dtype: torch.dtype, size: int = 8192) -> tuple[float, float]:
     """
-    Floating-point operations per second of a product of two matrices of `(size, size)`, and bytes read and written per
-    second by a copy of `8 * size**2` bytes.
+    Measures the floating-point operations per second of a product of two `(size, size)` matrices, and the bytes read
+    and written per second by a copy of `8 * size**2` bytes.
     """
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(size, size, device=device, dtype=torch.float64)
@@ -26,18 +26,18 @@ def measure_rates(device: str, dtype: torch.dtype, size: int = 8192) -> tuple[fl
 
 def floor_seconds(benchmark: str, config: LSGPTConfig, shape: Shape, rates: tuple[float, float]) -> float:
     """
-    Seconds that the operations take at the first of `rates` or the bytes at the second, whichever are more.
+    Returns the seconds that the operations take at the first of `rates`, or the bytes at the second, if that is more.
 
-    Operations are those of `LSGPTConfig.flops_per_token`; the backward pass has twice as many, of attention 2.5 times,
-    because it computes the logits again. Bytes are those that must move at the least: in attention its inputs, outputs
-    and their gradients (12 tensors, counted each time they are needed); in prefill the weights and the new cache; in
-    decoding, per token, the weights and the cache; in training the weights twice, their gradients twice and AdamW's
-    reading and writing of weights and two moments, 10 times the weights' size.
+    Operations are counted as in `LSGPTConfig.flops_per_token`. The backward pass has twice as many, or 2.5 times as
+    many in the attention benchmark, because it computes the logits again. Bytes are the minimum that must be moved: in
+    attention, the inputs, outputs and their gradients (12 tensors, counted each time they are needed); in prefill, the
+    weights and the new cache; in decoding, per token, the weights and the cache; in training, the weights twice, their
+    gradients twice, and AdamW's reads and writes of the weights and two moments, 10 times the weights' size in total.
     """
     n, batch_size, itemsize = shape.length, shape.batch_size, shape.dtype.itemsize
     head = 2 * config.vocab_size * config.hidden_size
     width = config.num_attention_heads * config.head_dim
-    # A single token sees one key in each head: what else it costs are the matrices.
+    # A single token sees one key in each head; the rest of its cost is that of the matrices.
     matrices = config.flops_per_token(1) - 4 * width * config.num_hidden_layers
     weights, cache = matrices / 2 * itemsize, batch_size * config.kv_cache_bytes(n, itemsize)
     tokens, per_token = batch_size * n, config.flops_per_token(n)

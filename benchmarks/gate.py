@@ -1,13 +1,13 @@
-"""Correctness gates: what computes something wrong is not timed.
+"""Correctness gates: a peer that computes something wrong is not timed.
 
 - `check_attention` compares one layer's attention at the benchmarked shape with dense attention in float32, written
-  here from the definition. Dense attention over a long sequence does not fit into memory, so the reference takes a
-  sample of the queries, and the gradients are those of a loss on these: they reach every key and value.
+  here from the definition. Dense attention over a long sequence does not fit into memory, so the reference uses a
+  sample of the queries, and the gradients are those of a loss on this sample; they reach every key and value.
 - `check_model` compares the whole model with the `eager` engine in float32, at a shorter length.
 
-Errors are root mean squares. Each may be 1e-4 of the reference's size, which is far more than rounding in float32
-brings and far less than one key too many in a window does. In half precision three times the error of the plain dense
-computation comes on top, where a key too many makes ten times as much.
+Errors are root mean squares. Each may be up to 1e-4 of the reference's size, which is far more than the rounding error
+in float32 and far less than the error from one extra key in a window. In half precision, three times the error of the
+plain dense computation is added to this limit; there, an extra key causes ten times as much.
 """
 
 import copy
@@ -21,23 +21,23 @@ from .peers import Peer, Shape, attention_function, example_sinks, twin
 
 
 CHECKED_LENGTH = 1024
-"""Most tokens of a comparison of whole models."""
+"""Largest number of tokens in a comparison of whole models."""
 
 ROWS = 64
-"""Number of neighbouring queries in each of the three samples: first, last and random ones."""
+"""Number of queries in each of the three samples: the first ones, the last ones, and random ones."""
 
 
 def compare(what: str, actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor | None = None):
     """
-    Raises `RuntimeError` with the name `what` unless `actual` is `exact` but for rounding, of which `plain`, the plain
-    computation in the same precision, shows how much there is.
+    Raises `RuntimeError` with the name `what` unless `actual` equals `exact` up to rounding. `plain`, the result of
+    the plain computation in the same precision, shows how much rounding to expect.
     """
     exact = exact.float()
     error, allowed = _size(actual.float() - exact), 1e-4 * _size(exact)
     if plain is not None:
         allowed += 3 * _size(plain.float() - exact)
     if not error <= allowed:  # written so that NaN fails
-        raise RuntimeError(f"{what}: wrong by {error:.2e}, where at most {allowed:.2e} is rounding; it is not timed")
+        raise RuntimeError(f"{what}: wrong by {error:.2e}, more than the {allowed:.2e} of rounding; it is not timed")
 
 
 def _size(x: torch.Tensor) -> float:
@@ -45,7 +45,7 @@ def _size(x: torch.Tensor) -> float:
 
 
 def attention_inputs(shape: Shape) -> list[torch.Tensor]:
-    """Random query `(B, H, T, D)`, key and value `(B, H_kv, T, D)`, with the strides that a model gives them."""
+    """Makes a random query `(B, H, T, D)`, key and value `(B, H_kv, T, D)`, with the same strides as in a model."""
     config = shape.config
     kv_heads = config.num_key_value_heads
     return [
@@ -60,9 +60,9 @@ def dense_attention(
     query, key, value, rows: torch.Tensor, num_global_heads: int, window: int, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Long Short-attention by definition, of the queries at the positions `rows` `(R,)`: outputs `(B, R, H, D)`.
+    Computes Long Short-attention by definition, for the queries at the positions `rows` `(R,)`: `(B, R, H, D)`.
 
-    A global head sees the keys `k <= q`, a local one those of `q - window < k <= q`; global heads come first.
+    A global head sees the keys `k <= q`, a local one those with `q - window < k <= q`; global heads come first.
     The exponentials of `sinks` `(H,)` are added to the denominators of the softmax.
     """
     groups = query.shape[1] // key.shape[1]
@@ -80,17 +80,17 @@ def dense_attention(
 
 def check_attention(name: str, attend, shape: Shape, num_global_heads: int, gradients: bool):
     """
-    Compares an attention function with the definition, global and local heads apart.
+    Compares an attention function with the definition, separately for global and local heads.
 
     Args:
-        name: For the message.
-        attend: Of query, key and value as `attention_inputs` makes them, to outputs `(B, T, H, D)`.
+        name: The peer's name, for the message.
+        attend: Maps query, key and value, as made by `attention_inputs`, to outputs `(B, T, H, D)`.
         shape: What is benchmarked.
-        num_global_heads: The first heads see everything before them.
-        gradients: Whether to compare gradients too.
+        num_global_heads: Number of heads that see the whole past; they come first.
+        gradients: Whether to compare gradients, too.
 
     Raises:
-        RuntimeError: Something differs by more than rounding; the message says what.
+        RuntimeError: If something differs by more than rounding; the message says what.
     """
     torch.manual_seed(0)
     inputs = attention_inputs(shape)
@@ -126,17 +126,17 @@ def check_attention(name: str, attend, shape: Shape, num_global_heads: int, grad
 
 def check_peer(name: str, peer: Peer, shape: Shape, task: str):
     """
-    The gates of a model: its attention at the benchmarked shape, unless the queries come one by one, and the whole of
-    it at a shorter length.
+    Runs the gates of a model: its attention at the benchmarked shape, except in decoding, and the whole model at a
+    shorter length.
 
     Args:
-        name: For the message.
+        name: The peer's name, for the message.
         peer: A model of the family `lsgpt` or `mhsa`.
         shape: What is benchmarked.
         task: `"prefill"`, `"train"` or `"decode"`.
 
     Raises:
-        RuntimeError: Something differs by more than rounding; the message says what.
+        RuntimeError: If something differs by more than rounding; the message says what.
     """
     config = peer.model.config
     counts = config.num_global_heads_per_layer
@@ -148,8 +148,8 @@ def check_peer(name: str, peer: Peer, shape: Shape, task: str):
 
 def llama_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callable[[], None]]:
     """
-    The gate of Transformers' Llama, where it is timed and has all the weights: it must be the family `mhsa`, whose
-    biases are 0 here.
+    Returns the gate of Transformers' Llama, if it is timed and can hold all the weights: it must compute the same as
+    the family `mhsa`, whose biases are 0 here.
     """
     config = shape.config
     is_llama = config.position_embedding_type == "rope" and not config.qk_norm
@@ -161,11 +161,12 @@ def llama_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callabl
 def check_model(name: str, peer: Peer, shape: Shape, task: str, model: nn.Module | None = None):
     """
     Compares a model with its twin on the `eager` engine in float32, on one sequence of at most `CHECKED_LENGTH`
-    tokens: in training loss and gradients; otherwise the last three logits, in prefill with a cache to fill, in
-    decoding of a prompt and two single tokens. The reference has no cache. It is made from `model`, if that is given.
+    tokens. In training, loss and gradients are compared, otherwise the last three logits: in prefill from one pass
+    that fills a cache, in decoding from a prompt and two single tokens. The reference has no cache. It is made from
+    `model`, if that is given.
 
     Raises:
-        RuntimeError: Something differs by more than rounding; the message says what.
+        RuntimeError: If something differs by more than rounding; the message says what.
     """
     torch.manual_seed(0)
     ids = shape._replace(batch_size=1, length=min(shape.length, CHECKED_LENGTH)).token_ids()
@@ -180,14 +181,14 @@ def check_model(name: str, peer: Peer, shape: Shape, task: str, model: nn.Module
 
 
 def references(model: nn.Module) -> tuple[Peer, Peer | None]:
-    """The `eager` engine with the weights of `model`, in float32, and in the model's precision if that is another."""
+    """Twins of `model` on the `eager` engine, in float32 and, if that differs, in the model's own precision."""
     plain = Peer(twin(model, "eager"))
     return (plain, None) if model.dtype == torch.float32 else (Peer(copy.deepcopy(plain.model).float()), plain)
 
 
 def _train(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     output = peer(input_ids=ids, labels=ids, use_cache=False)
-    # Matrices and sinks: the gradient of a bias of keys is nothing but rounding.
+    # Only matrices and sinks, because the gradient of the keys' bias is nothing but rounding.
     parameters = peer.model.named_parameters()
     weights = {name: weight for name, weight in parameters if weight.ndim == 2 or name.endswith(".sinks")}
     gradients = torch.autograd.grad(output.loss, list(weights.values()))

@@ -1,8 +1,8 @@
 """Prefill of very long prompts on the CPU, in bounded memory: `lsgpt bench long_context`.
 
-A model with global heads takes its prompt at once, an all-local one in chunks, with a cache that holds a window only.
-Beside them, at a shorter length because it takes so long, stands the same model with all heads global. All have the
-shape of the preset `paper-v1`, with sinusoidal positions, of which there are as many as tokens.
+A model with global heads processes its prompt at once. A model without global heads processes it in chunks, with a
+cache that holds only a window. For comparison, the same model runs with all heads global, at a shorter length because
+it takes so long. All have the shape of the preset `paper-v1` and sinusoidal positions, which have no maximum length.
 """
 
 import argparse
@@ -25,12 +25,12 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
     Runs a prompt of random tokens through a model that fills a cache.
 
     Args:
-        length: Tokens of the prompt.
-        chunk_length: Tokens of one forward pass.
-        num_global_heads: `None` leaves the preset's; `"all"` makes it plain multi-head attention.
+        length: Number of tokens in the prompt.
+        chunk_length: Number of tokens in one forward pass.
+        num_global_heads: `None` keeps the preset's value; `"all"` makes it plain multi-head attention.
 
     Returns:
-        `seconds`; `peak_bytes`, the most memory beyond the model's own; and `cache_bytes`, the cache at the end.
+        `seconds`; `peak_bytes`, the peak memory beyond the model's own; and `cache_bytes`, the cache's final size.
     """
     fields = {} if num_global_heads is None else {"num_global_heads": num_global_heads}
     config = load_preset("paper-v1", position_embedding_type="sinusoidal", **fields)
@@ -51,13 +51,17 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
 
 
 def main(arguments: list[str]):
-    """Runs the prompts, prints what they took and writes it to a JSON file."""
+    """Runs the prompts, prints their time and memory, and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench long_context", description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=2**17, help="tokens at once; default: %(default)s")
-    parser.add_argument("--local_length", type=int, default=2**20, help="with local heads only; default: %(default)s")
-    parser.add_argument("--chunk_length", type=int, default=2**13, help="of that prompt; default: %(default)s")
+    parser.add_argument("--length", type=int, default=2**17, help="tokens of the prompt; default: %(default)s")
     parser.add_argument(
-        "--mhsa_length", type=int, default=2**15, help="beside multi-head attention; default: %(default)s"
+        "--local_length", type=int, default=2**20, help="tokens, local heads only; default: %(default)s"
+    )
+    parser.add_argument(
+        "--chunk_length", type=int, default=2**13, help="tokens per chunk of that; default: %(default)s"
+    )
+    parser.add_argument(
+        "--mhsa_length", type=int, default=2**15, help="tokens of the comparison; default: %(default)s"
     )
     parser.add_argument("--output", type=Path, default=OUTPUT / "long_context.json", help="default: %(default)s")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
 """Peak memory of one training step on the CPU: `lsgpt bench memory`.
 
-Two questions: how it grows with the length, with local heads only and with global heads only; and what a model takes
-beside plain multi-head attention in the same code and beside GPT-2 or Llama, with logits on both sides and as
-`lsgpt train` runs it. Each figure comes from a process of its own, because the operating system only remembers a
-process's highest peak.
+It is measured in two ways: how it grows with the length, with local heads only and with global heads only; and how a
+model compares with plain multi-head attention in the same code and with GPT-2 or Llama, both with logits on both sides
+and as `lsgpt train` runs it. Each figure comes from its own process, because the operating system remembers only the
+highest peak of a process.
 """
 
 import argparse
@@ -24,20 +24,20 @@ GROWTH = {
     "local-only": {"num_global_heads": 0, "vocab_size": 1000},
     "global-only": {"num_global_heads": "all", "vocab_size": 1000},
 }
-"""Models whose memory is measured over the length: fields of the preset `paper-v1` to replace."""
+"""Models whose memory is measured over the length, as overrides of the preset `paper-v1`."""
 
 FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa")
-"""Models that are compared, of one shape, with each other and with Transformers' own."""
+"""Models of the same shape that are compared with each other and with Transformers' own."""
 
 
 def peak_of_training_step(name: str, length: int, preset: str) -> float:
     """
-    Bytes that one forward and backward pass adds, at its peak.
+    Returns the peak memory, in bytes, that one forward and backward pass adds.
 
     Args:
         name: One of `GROWTH` or `FAMILIES`, or `"gpt2"` or `"llama"`.
-        length: Tokens of the one sequence.
-        preset: The shape but of `GROWTH`, as of `load_shape`.
+        length: Number of tokens in the only sequence.
+        preset: The shape, see `load_shape`; not used for `GROWTH`.
     """
     torch.manual_seed(0)
     fields = GROWTH.get(name, {"num_global_heads": "all"} if name == "mhsa" else {})
@@ -46,21 +46,21 @@ def peak_of_training_step(name: str, length: int, preset: str) -> float:
     if name in STOCK:
         config = (llama_config if name == "llama" else gpt2_config)(config)
     model = AutoModelForCausalLM.from_config(config).train()
-    model.loss_type = "ForCausalLM"  # the one that GPT-2 takes anyway, after a warning
+    model.loss_type = "ForCausalLM"  # GPT-2 uses this one anyway, after a warning
 
     def step(input_ids):
         model(input_ids, labels=input_ids, use_cache=False, **options).loss.backward()
 
     input_ids = torch.randint(config.vocab_size, (1, length))
-    step(input_ids[:, :2])  # the gradients of the weights have their memory now
+    step(input_ids[:, :2])  # allocates the gradients of the weights
     before = peak_memory()
     step(input_ids)
     return peak_memory() - before
 
 
 def in_own_process(function: Callable, *arguments):
-    """What a function returns that is called in a new process, because a peak of memory is that of a whole process."""
-    # A server that has imported torch forks the processes, where there is such a thing: importing takes seconds.
+    """Calls a function in a new process and returns its result, because peak memory is measured per process."""
+    # If possible, a server that has already imported torch forks the processes, because importing takes seconds.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
@@ -73,7 +73,7 @@ def main(arguments: list[str]):
     """Measures every model and length, prints the peaks and their ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench memory", description=__doc__.splitlines()[0])
     parser.add_argument("--growth_lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="of the comparison")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="lengths of the comparison")
     parser.add_argument(
         "--preset",
         default="gpt2-small",

@@ -1,8 +1,8 @@
-"""The models that are timed against each other, all of one shape.
+"""The models that are timed against each other, all of the same shape.
 
-A peer's name is a family of `FAMILIES` and an engine. In training all of them compute the logits of all tokens, so
-that their times can be compared; LSGPT without them is a family of its own. Beside them stands the model of
-Transformers that has the same blocks: Llama for those with RMSNorm and gated MLPs, GPT-2 for others.
+A peer's name consists of a family in `FAMILIES` and an engine. In training, all families compute the logits of all
+tokens, so that their times can be compared; LSGPT without logits is a separate family. They are compared with the
+Transformers model that has the same blocks: Llama for RMSNorm and gated MLPs, GPT-2 for all others.
 """
 
 import copy
@@ -38,13 +38,13 @@ FAMILIES = {
     "limit": "LSGPT without its local heads' attention: a bound that it cannot beat",
     "telemetry": "LSGPT with the largest logit of every head measured in each step",
 }
-"""What the families of peers are."""
+"""Descriptions of the families of peers."""
 
 BASELINES = ("lsgpt", "mhsa")
-"""Families that are always timed: they differ in nothing but the kinds of heads."""
+"""Families that are always timed. They differ only in the kinds of their heads."""
 
 STOCK = ("gpt2", "gpt2-gelu", "llama")
-"""Families that are models of Transformers; which of them a model is timed beside depends on its blocks."""
+"""Families that are models of Transformers; the blocks of a model decide which of them it is compared with."""
 
 PAIRS = (
     ("lsgpt", "mhsa"),
@@ -72,7 +72,7 @@ SDPA_BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBack
 """Kernels of `scaled_dot_product_attention` that are timed on CUDA besides the one that PyTorch chooses."""
 
 NOT_AVAILABLE = (
-    "attn_implementation=",  # refusals of our engines name another engine as the remedy
+    "attn_implementation=",  # our engines suggest another engine when they refuse
     "No available kernel",  # `sdpa_kernel` where the only permitted kernel cannot run
     "cuDNN",
     "FlashAttention only supports",
@@ -80,13 +80,13 @@ NOT_AVAILABLE = (
     "C compiler",
     "working triton installation",
 )
-"""What a `ValueError` or `RuntimeError` says when something cannot run on a machine, and is not just broken."""
+"""Parts of `ValueError` and `RuntimeError` messages that say that something cannot run here, not that it is broken."""
 
 DENSE_BYTES = 2**28
-"""Most memory for what is dense, in bytes: attention weights of `eager`, and on the CPU masks of `flex_attention`."""
+"""Largest dense tensors, in bytes: attention weights of `eager`, and masks of `flex_attention` on the CPU."""
 
 SPARE_POSITIONS = 64
-"""Learned positions beyond the benchmarked length, for tokens that are decoded."""
+"""Learned positions beyond the benchmarked length, for decoded tokens."""
 
 
 class Shape(NamedTuple):
@@ -94,12 +94,12 @@ class Shape(NamedTuple):
     What is benchmarked.
 
     Args:
-        config: The LSGPT model.
-        length: Tokens in a sequence, or before the decoded ones.
+        config: Configuration of the LSGPT model.
+        length: Number of tokens in a sequence; in decoding, before the decoded ones.
         batch_size: Number of sequences.
         device: `"cpu"` or `"cuda"`.
         dtype: Precision of weights and computation.
-        engines: Those of `ENGINES` to time.
+        engines: Which of `ENGINES` to time.
     """
 
     config: LSGPTConfig
@@ -119,11 +119,11 @@ class Benchmark(NamedTuple):
     One benchmark at one shape, ready to run.
 
     Args:
-        peers: What `lsgpt.benchmarks.timing.measure` takes.
-        gates: To call before anything is timed; each raises `RuntimeError` where a peer computes something wrong.
+        peers: The argument of `lsgpt.benchmarks.timing.measure`.
+        gates: Checks to run before anything is timed; each raises `RuntimeError` if a peer computes something wrong.
         skipped: For each peer that cannot run here, the reason.
-        repeats: What is timed happens so many times in one call.
-        cache_bytes: For each family, bytes of its key/value cache, where the benchmark has one.
+        repeats: How many times one call does what is timed.
+        cache_bytes: For each family, the bytes of its key/value cache, if the benchmark has one.
     """
 
     peers: dict[str, Callable[[], Callable]]
@@ -135,7 +135,7 @@ class Benchmark(NamedTuple):
 
 @dataclass
 class Peer:
-    """A model to call, with arguments that every call gets and the one SDPA kernel that it may use, if any."""
+    """A model with additional arguments for every call and, if given, the only SDPA kernel that it may use."""
 
     model: nn.Module
     options: dict = field(default_factory=dict)
@@ -155,10 +155,10 @@ class Peers(dict):
 
     def add(self, name: str, make: Callable[[], Callable], trial: Callable[[Callable], object] | None = None):
         """
-        Adds what `make` returns, if it survives the `trial`. A peer without a trial must not be missing.
+        Adds what `make` returns if it passes the `trial`. A peer without a trial is always added.
 
         Raises:
-            RuntimeError: The trial fails, and not because this machine lacks something.
+            RuntimeError: If the trial fails for another reason than that this machine lacks something.
         """
         if trial is None:
             self[name] = make()
@@ -186,10 +186,10 @@ class Peers(dict):
 
         Args:
             shape: What is benchmarked.
-            queries: Number of tokens that attend at once.
+            queries: Number of queries in one call.
             kept_layers: Number of layers whose attention weights exist at the same time.
             make: Makes a peer from a configuration, an engine and an SDPA kernel.
-            trial: Runs a peer, small.
+            trial: Runs a peer on a small input.
         """
         mhsa, heads = shape.config.equal_mhsa(), shape.config.num_attention_heads
         pairs = shape.batch_size * queries * shape.length
@@ -199,9 +199,9 @@ class Peers(dict):
                 if name == "lsgpt eager":
                     continue
                 if engine == "eager" and pairs * heads * kept_layers * shape.dtype.itemsize > DENSE_BYTES:
-                    self.skipped[name] = "it is dense, and its attention weights are too many"
+                    self.skipped[name] = "it is dense, and its attention weights are too large"
                 elif engine == "flex_attention" and shape.device == "cpu" and pairs * heads > DENSE_BYTES:
-                    self.skipped[name] = "on the CPU its mask is made from a dense one, which is too large"
+                    self.skipped[name] = "on the CPU, its mask is made from a dense one, which is too large"
                 elif engine == "triton" and shape.device == "cpu":
                     self.skipped[name] = "its kernels need a GPU"
                 elif "flash" in engine and not is_flash_attn_2_available():
@@ -222,13 +222,13 @@ def is_unavailable(error: Exception) -> bool:
 
 def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     """
-    The peers as models.
+    Builds the peers as models.
 
-    GPT-2s share one set of parameters, and all others another: memory for several is scarce at long lengths.
+    The GPT-2s share one set of parameters and all others another, because memory is scarce at long lengths.
 
     Args:
         shape: What is benchmarked.
-        task: What they must be able to do, `"prefill"`, `"train"` or `"decode"`.
+        task: What the models must be able to do: `"prefill"`, `"train"` or `"decode"`.
 
     Returns:
         The shape, with as many positions as its length needs, and the peers.
@@ -265,7 +265,7 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
         peers["gpt2 sdpa"] = Peer(gpt2)
         peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
         for peer in (peers["gpt2 sdpa"], peers["gpt2-gelu sdpa"]):
-            peer.model.loss_type = "ForCausalLM"  # the one that it takes anyway, after a warning
+            peer.model.loss_type = "ForCausalLM"  # it uses this one anyway, after a warning
     peers["limit sdpa"] = make_limit(model)
     if training:
         for name, peer in list(peers.items()):
@@ -276,15 +276,15 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
 
 
 def new_model(config: PreTrainedConfig, engine: str, shape: Shape) -> nn.Module:
-    """A model with random weights, in the precision and on the device of `shape`."""
+    """Makes a model with random weights, in the precision and on the device of `shape`."""
     config = copy.deepcopy(config)
     return AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=shape.dtype).to(shape.device)
 
 
 def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) -> nn.Module:
     """
-    A model with the very parameters of `model`, on another engine or with another configuration, which may have no
-    place for some of them: sinks without local heads, and in Llama biases and norms of queries and keys.
+    Makes a model that shares the parameters of `model`, on another engine or with another configuration. Parameters
+    that it lacks are left out: sinks without local heads, and in Llama biases and norms of queries and keys.
     """
     weight = model.lm_head.weight
     config = copy.deepcopy(model.config if config is None else config)
@@ -299,8 +299,8 @@ def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) 
 
 def load_shape(name: str, **overrides) -> LSGPTConfig:
     """
-    The configuration of a preset, or of the checkpoint in a folder, with fields to replace as in `load_preset`. Raises
-    `ValueError` where there is neither.
+    Loads the configuration of a preset or of the checkpoint in a folder, with overrides as in `load_preset`. Raises
+    `ValueError` if there is neither.
     """
     is_folder = name not in list_presets() and Path(name).is_dir()
     return (load_config if is_folder else load_preset)(name, **overrides)
@@ -350,8 +350,8 @@ def gpt2_config(config: LSGPTConfig, activation: str = "gelu_new") -> GPT2Config
 
 def make_limit(model: nn.Module) -> Peer:
     """
-    `model` on the `sdpa` engine without the attention of its local heads, cache updates included: a local head returns
-    its values, as if each token saw itself only. The projections of all heads stay.
+    Makes a twin of `model` on the `sdpa` engine that skips the attention and cache updates of local heads: a local
+    head returns its values, as if each token saw only itself. The projections of all heads stay.
     """
     limit = twin(model, "sdpa")
     for layer in attention_layers(limit):
@@ -370,7 +370,7 @@ def _attend_globally(layer, hidden_states, attention_plan, position_embeddings=N
 
 
 def example_sinks(config: LSGPTConfig, num_global_heads: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Sinks `(H,)` of a layer, as `Heads` has them, which differ and are exact in every precision; `None` without."""
+    """Sinks `(H,)` of a layer, as in `Heads`; they differ and are exact in every precision. `None` if it has none."""
     num_local_heads = config.num_attention_heads - num_global_heads
     if not config.attention_sinks or num_local_heads == 0:
         return None
@@ -382,8 +382,8 @@ def attention_function(
     config: LSGPTConfig, engine: str, backend: SDPBackend | None = None, layer_idx: int = 0
 ) -> Callable:
     """
-    The attention of one layer, with `example_sinks` if the model has sinks, as the model computes it, the making of
-    the masks included: a function of query `(B, H, T, D)`, key and value `(B, H_kv, T, D)` that returns outputs
+    Returns the attention of one layer as the model computes it, including the making of masks, with `example_sinks` if
+    the model has sinks: a function that maps query `(B, H, T, D)`, key and value `(B, H_kv, T, D)` to outputs
     `(B, T, H, D)`.
     """
     config = copy.deepcopy(config)

@@ -12,7 +12,7 @@ COMPARED_WITH = {
     "gpt2": "Transformers' GPT-2",
     "llama": "Transformers' Llama",
 }
-"""Families that others are compared with, one pair of axes each."""
+"""Families that others are compared with, each in its own axes."""
 
 TITLES = {
     "attention": "Attention alone, forward and backward",
@@ -20,7 +20,7 @@ TITLES = {
     "decode": "Decoding: a token after a prompt",
     "train": "A training step",
 }
-"""What the benchmarks measure."""
+"""Titles of the benchmarks."""
 
 CURVES = {
     "lsgpt": "LSGPT",
@@ -34,7 +34,7 @@ CURVES = {
 
 def plot_ratios(path: Path, name: str, rows: list[dict]):
     """
-    Draws the ratios of one benchmark over the length, and where there are targets, these as dashed lines.
+    Draws the ratios of one benchmark over the length, and its targets, if there are any, as dotted lines.
 
     Args:
         path: The PNG file to write.

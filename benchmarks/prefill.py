@@ -9,7 +9,7 @@ from .peers import Benchmark, Peer, Shape, build_models
 
 
 def prepare(shape: Shape) -> Benchmark:
-    """The peers at one shape."""
+    """Prepares the peers at one shape."""
     shape, peers = build_models(shape, "prefill")
     ids = shape.token_ids()
 
@@ -23,5 +23,5 @@ def prepare(shape: Shape) -> Benchmark:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a peer must agree with the reference; Llama has a gate of its own, GPT-2 other weights."""
+    """Whether a peer must agree with the reference. Llama has its own gate, and GPT-2 has other weights."""
     return name.split(maxsplit=1)[0] in ("lsgpt", "mhsa")

@@ -1,7 +1,7 @@
-"""What a conversion keeps: perplexity, and retrieval of pass keys, of any causal language models with one tokenizer.
+"""What a conversion preserves: perplexity and pass-key retrieval of causal language models with the same tokenizer.
 
 `lsgpt bench quality SOURCE CHECKPOINT ... --text TEXT`. The text is the held-out part that `lsgpt convert --calibrate
-TEXT` evaluates on. The keys are others than those that heads are chosen with.
+TEXT` evaluates on. The keys differ from those that heads are chosen with.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from .record import OUTPUT, begin_result, write_result
 
 
 def load(name: str) -> PreTrainedModel:
-    """An LSGPT checkpoint, or a model that could be converted into one, in evaluation mode."""
+    """Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode."""
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
         return AutoModelForCausalLM.from_pretrained(name).eval()
     return load_pretrained(name).eval()
@@ -31,12 +31,12 @@ def main(arguments: list[str]):
     parser.add_argument(
         "models", nargs="+", help="folders, names on the Hub or GGUF files; the first one's tokenizer is used"
     )
-    parser.add_argument("--text", required=True, help="as of `lsgpt convert --calibrate`")
-    parser.add_argument("--window", type=int, default=128, help="of the local heads; default: %(default)s")
-    parser.add_argument("--block_size", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--text", required=True, help="the same as for `lsgpt convert --calibrate`")
+    parser.add_argument("--window", type=int, default=128, help="window of the local heads; default: %(default)s")
+    parser.add_argument("--block_size", type=int, default=2048, help="tokens in a block; default: %(default)s")
     parser.add_argument("--max_blocks", type=int, default=10, help="blocks for the perplexity; default: %(default)s")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[1024, 2048], help="of passages; default: %(default)s"
+        "--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens in a passage; default: %(default)s"
     )
     parser.add_argument("--keys", type=int, default=4, help="pass keys at each depth and length; default: %(default)s")
     parser.add_argument("--output", type=Path, default=OUTPUT / "quality.json", help="default: %(default)s")
@@ -52,7 +52,7 @@ def main(arguments: list[str]):
     keys = random.Random(1).sample(range(10_000, 100_000), options.keys)
     passages = make_passages(tokenizer, blocks, options.lengths, options.window, keys)
     if {len(passage.ids) for passage in passages} != set(options.lengths):
-        raise ValueError(f"`--lengths` must have room for a key outside the window; got {options.lengths}")
+        raise ValueError(f"`--lengths` must leave room for a key outside the window; got {options.lengths}")
     result |= {"num_tokens": len(blocks) * options.block_size, "num_passages": len(passages), "rows": []}
     for name in options.models:
         model = load(name)

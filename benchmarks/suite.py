@@ -1,4 +1,4 @@
-"""The benchmark suite, `lsgpt bench`: gates, times peers in turn, prints ratios and saves them as JSON and plots."""
+"""The benchmark suite, `lsgpt bench`: checks peers, times them in turn, and saves ratios as JSON and plots."""
 
 import argparse
 import gc
@@ -27,14 +27,14 @@ BENCHMARKS = {
 }
 
 APART = ("memory", "telemetry", "long_context", "quality")
-"""Modules with measurements of their own kind, and with options of their own."""
+"""Modules with other kinds of measurements, which have their own options."""
 
 QUICK_LENGTHS = (2048,)
 
 QUICK_FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa", "gpt2", "llama")
 
 TRAIN_LIMIT = 8192
-"""Longest training step that the suite runs on a CPU by itself: the logits of longer ones fill the memory."""
+"""Longest training step that the suite runs on a CPU by default; the logits of longer ones fill the memory."""
 
 SHAPE_FIELDS = (
     "vocab_size",
@@ -47,7 +47,7 @@ SHAPE_FIELDS = (
     "attention_sinks",
     "intermediate_size",
 )
-"""What the results say about the model."""
+"""Fields of the configuration that are saved with the results."""
 
 
 def run(
@@ -60,25 +60,25 @@ def run(
     families: tuple[str, ...] = tuple(FAMILIES),
 ) -> dict:
     """
-    One benchmark at one shape.
+    Runs one benchmark at one shape.
 
     Args:
         name: One of `BENCHMARKS`.
         shape: What is benchmarked.
-        budget, min_rounds: As of `measure`.
-        targets: The targets for the shape, as `lsgpt.benchmarks.targets` has them.
-        rates: Those of the device, for the floor.
-        families: Those of `FAMILIES` to time besides `BASELINES`; the gates are for all.
+        budget, min_rounds: See `measure`.
+        targets: The targets for the shape, as in `lsgpt.benchmarks.targets`.
+        rates: The device's rates for `floor_seconds`.
+        families: Which of `FAMILIES` to time besides `BASELINES`; all gates are run in any case.
 
     Returns:
-        The figures; what takes time is in seconds, for decoding per token.
+        The figures; times are in seconds, for decoding per token.
 
     Raises:
-        RuntimeError: A peer computes something wrong; nothing has been timed.
+        RuntimeError: If a peer computes something wrong; nothing has been timed then.
     """
-    gc.collect()  # the models of the benchmark before
+    gc.collect()  # the models of the previous benchmark
     torch.compiler.reset()
-    # FlexAttention is compiled for each shape, and beyond a limit would run uncompiled, with no more than a warning.
+    # FlexAttention is compiled for each shape. Beyond a limit, it would run uncompiled with only a warning.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         benchmark = BENCHMARKS[name](shape)
         for gate in benchmark.gates:
@@ -110,7 +110,7 @@ def run(
 def compare_peers(
     name: str, shape: Shape, seconds: dict[str, list[float]], cache_bytes: dict[str, int], targets: dict
 ) -> list[dict]:
-    """The ratios of `PAIRS`, and of the bytes of caches, with their targets."""
+    """Returns the ratios of times in `PAIRS` and of cache sizes, with their targets."""
     ratios = []
 
     def add(benchmark, pair, names, figures):
@@ -131,7 +131,7 @@ def compare_peers(
 
 
 def print_row(row: dict):
-    """Prints the times of all peers, and the ratios beside their targets."""
+    """Prints the times of all peers, and the ratios with their targets."""
     rounds = len(next(iter(row["seconds"].values())))
     print(f"  {row['gates']} checks against a dense reference passed; {rounds} round{'s' if rounds > 1 else ''}")
     times = {peer: statistics.median(seconds) for peer, seconds in row["seconds"].items()}
@@ -150,11 +150,11 @@ def print_row(row: dict):
 
 
 def print_summary(rows: list[dict]):
-    """Prints what LSGPT takes as a share of the baselines, each benchmark and length in a line."""
+    """Prints what LSGPT takes as a share of the baselines, one line per benchmark and length."""
     columns = {"mhsa": "multi-head attention", "gpt2": "GPT-2", "llama": "Llama"}
     timed = {family for row in rows for x in row["ratios"] for family in x["families"]}
     columns = {family: title for family, title in columns.items() if family in timed}
-    print("\nShare of what others take: 0.5 is half, below 1 LSGPT is better.")
+    print("\nLSGPT as a share of the others: 0.5 means half; below 1, LSGPT is better.")
     print(f"  {'':<36}{'tokens':>8}{'':4}" + "".join(f"{title:<24}" for title in columns.values()))
     for row in rows:
         shares = {(x["benchmark"], *x["families"]): f"{x['median']:.2f}" for x in row["ratios"]}
@@ -166,7 +166,7 @@ def print_summary(rows: list[dict]):
             lines["bytes of the cache"] = ("cache", "lsgpt")
         for title, key in lines.items():
             found = [shares.get((*key, baseline), "-") for baseline in columns]
-            if set(found) != {"-"}:  # the family has been timed
+            if set(found) != {"-"}:  # the family was timed
                 print(f"  {title:<36}{row['length']:>8,}{'':4}" + "".join(f"{share:<24}" for share in found))
 
 
@@ -184,26 +184,28 @@ def save(result: dict, folder: Path, stem: str):
 
 def main(arguments: list[str]):
     """
-    Runs what the command line asks for, and saves after every benchmark and length.
+    Runs what the command line asks for, and saves the results after every benchmark and length.
 
     Raises:
-        ValueError: An unknown benchmark or preset, a length that is too short, no such device.
-        RuntimeError: A peer computes something wrong.
+        ValueError: If a benchmark or preset is unknown, a length is too short, or the device does not exist.
+        RuntimeError: If a peer computes something wrong.
     """
     if arguments and arguments[0] in APART:
         import_module(f"lsgpt.benchmarks.{arguments[0]}").main(arguments[1:])
         return
     parser = argparse.ArgumentParser(
         prog="lsgpt bench",
-        description="Time LSGPT beside multi-head attention and beside GPT-2 or Llama of the same shape, "
-        "whichever has the same blocks, after checking that it computes the right thing, and save the ratios.",
-        epilog=f"{', '.join(APART)} have options of their own: lsgpt bench NAME --help.",
+        description="Time LSGPT against multi-head attention and against GPT-2 or Llama of the same shape, whichever "
+        "has the same blocks, and save the ratios. Before that, check that LSGPT computes the right thing.",
+        epilog=f"{', '.join(APART)} have their own options: lsgpt bench NAME --help.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all of them")
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens; default: those of the targets")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     parser.add_argument(
-        "--quick", action="store_true", help="a first look in about a minute: one layer, 2,048 tokens, few rounds"
+        "--quick",
+        action="store_true",
+        help="a first impression in about a minute: one layer, 2,048 tokens, few rounds",
     )
     parser.add_argument(
         "--preset",
@@ -211,24 +213,24 @@ def main(arguments: list[str]):
         metavar="PRESET_OR_FOLDER",
         help="the model's shape: that of a preset or of the checkpoint in a folder; default: %(default)s",
     )
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; with --quick sdpa")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; with --quick, sdpa")
     parser.add_argument(
         "--budget",
         type=float,
-        help="seconds for a benchmark at a length, beyond the least number of rounds; default: 120, with --quick 3",
+        help="seconds per benchmark and length, unless --rounds takes longer; default: 120; with --quick, 3",
     )
-    parser.add_argument("--rounds", type=int, help="least number of rounds; default: 3, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="minimum number of rounds; default: 3; with --quick, 2")
     parser.add_argument(
         "--families",
         nargs="+",
         choices=FAMILIES,
-        help=f"what to time besides {' and '.join(BASELINES)}; default: all, with --quick {', '.join(QUICK_FAMILIES)}",
+        help=f"families besides {' and '.join(BASELINES)}; default: all; with --quick, {', '.join(QUICK_FAMILIES)}",
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="default: %(default)s")
     options = parser.parse_args(arguments)
     for name in options.names:
         if name in APART:
-            raise ValueError(f"{name!r} has options of its own and runs alone: lsgpt bench {name}")
+            raise ValueError(f"{name!r} has its own options and must run alone: lsgpt bench {name}")
         if name not in BENCHMARKS:
             raise ValueError(f"unknown benchmark {name!r}{suggest(name, [*BENCHMARKS, *APART])}")
     if min(options.lengths or [3]) < 3:
@@ -243,8 +245,8 @@ def main(arguments: list[str]):
     times_one_layer = options.quick or "attention" in (options.names or BENCHMARKS)
     if times_one_layer and len(set(config.num_global_heads_per_layer)) > 1:
         raise ValueError(
-            "`attention` and `--quick` time one layer for all, and the layers of this model differ in their global "
-            "heads; name other benchmarks: lsgpt bench prefill decode train"
+            "`attention` and `--quick` time a single layer, but the layers of this model differ in their number of "
+            "global heads; name other benchmarks: lsgpt bench prefill decode train"
         )
     stock = stock_family(config)
     others = {family for family in STOCK if not family.startswith(stock)}
@@ -259,7 +261,7 @@ def main(arguments: list[str]):
         fields = {"num_hidden_layers": 1, "num_global_heads": config.num_global_heads_per_layer[0]}
         config = load_shape(options.preset, **fields, vocab_size=config.vocab_size // layers)
         stem += "-quick"
-        print(f"A first look, with 1 layer of {layers}: the ratios are only about those of the whole model.")
+        print(f"A first impression, with 1 of {layers} layers: the ratios only approximate those of the whole model.")
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -298,8 +300,10 @@ def main(arguments: list[str]):
     verdicts = [x["met"] for row in result["rows"] for x in row["ratios"] if x["met"] is not None]
     if verdicts:
         machine = "an H200" if device == "cuda" else "2 CPU cores"
-        print(f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; others may miss them)")
-    print(f"\nsaved in {options.output / stem}.json, with plots beside it where there are several lengths")
+        print(
+            f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; other machines may miss some)"
+        )
+    print(f"\nsaved in {options.output / stem}.json, with plots beside it if there are several lengths")
 
 
 def explain(families: tuple[str, ...], device: str):

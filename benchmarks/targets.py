@@ -17,14 +17,14 @@ TARGETS = {
     ("cuda", "decode", "lsgpt", "mhsa"): {2048: 1.0, 8192: 0.5, 32768: 0.25},  # 1, 2 and 4 times the tokens per second
 }
 """
-Largest ratios, `{(device, benchmark, family, other family): {tokens: ratio}}`: medians of ratios of time, or for
+Largest allowed ratios, `{(device, benchmark, family, other family): {tokens: ratio}}`: medians of time ratios, or for
 `cache` ratios of bytes.
 
 They are for the preset `gpt2-small`, each family on its fastest engine: on 2 CPU cores in float32 with batch 1, and on
 an H200 in bfloat16 with batches of 8, 2 and 1, or 16 for decoding. Training over 32,768 tokens has no target on the
-CPU: its logits fill the memory of such a machine. On the CPU a training step has its target as `lsgpt train` runs it,
-without logits, beside a GPT-2 that computes them; the ratio with logits on both sides is printed next to it, and so is
-that to `mhsa`, which says what the kinds of heads alone bring.
+CPU, because its logits fill the memory of such a machine. On the CPU, the target for a training step compares LSGPT as
+`lsgpt train` runs it, without logits, with a GPT-2 that computes them. The ratio with logits on both sides is printed,
+too, and so is the ratio to `mhsa`, which shows the effect of the kinds of heads alone.
 """
 
 SMOLLM2_TARGETS = {
@@ -35,11 +35,11 @@ SMOLLM2_TARGETS = {
 """The same for SmolLM2-135M with at most a sixth of its key/value heads global and windows of at most 128 tokens."""
 
 LENGTHS = (2048, 8192, 32768)
-"""Tokens at which there are targets for `gpt2-small`."""
+"""Numbers of tokens with targets for `gpt2-small`."""
 
 
 def find_targets(preset: str, config: LSGPTConfig) -> dict:
-    """The targets for a model, whose shape comes from `preset`: `TARGETS`, `SMOLLM2_TARGETS`, or none."""
+    """Returns the targets for a model whose shape comes from `preset`: `TARGETS`, `SMOLLM2_TARGETS`, or none."""
     if preset == "gpt2-small":
         return TARGETS
     smollm2 = load_preset("smollm2-135m")

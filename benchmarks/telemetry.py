@@ -1,7 +1,7 @@
-"""What `LogitTelemetryCallback` costs in training, on the CPU: `lsgpt bench telemetry`.
+"""The cost of `LogitTelemetryCallback` in training on the CPU: `lsgpt bench telemetry`.
 
-`Trainer` runs on the same random tokens, with and without the callback in turn. Before anything is timed, the logged
-maxima are compared with those over full score matrices, and the losses with and without the callback bit by bit.
+`Trainer` runs on the same random tokens, alternately with and without the callback. Before anything is timed, the
+logged maxima are compared with those of full score matrices, and the losses with and without the callback bit by bit.
 """
 
 import argparse
@@ -28,10 +28,10 @@ LIMIT = 1.03
 
 class StepTimes(TrainerCallback):
     """
-    Seconds of each step, from its beginning to the beginning of the next one, or to the end of the training.
+    Records the seconds of each step, from its beginning to the beginning of the next one or the end of the training.
 
-    A step's own end would come too early: the `Trainer` logs after it, and the callback is the reason for logging. The
-    `Trainer`'s `train_runtime` begins too early, with the making of data loaders and optimizer.
+    The end of the step itself would be too early, because the `Trainer` logs after it and logs only because of the
+    callback. The `Trainer`'s `train_runtime` begins too early: it includes making the data loaders and the optimizer.
     """
 
     def __init__(self):
@@ -51,17 +51,17 @@ class StepTimes(TrainerCallback):
 
 def train(options: argparse.Namespace, steps: int, every_n_steps: int | None, brute_force: bool = False) -> dict:
     """
-    One training of a new model, the same each time but for the callback.
+    Trains a new model, in the same way each time except for the callback.
 
     Args:
-        options: What the command line says.
+        options: The command-line options.
         steps: Number of optimizer steps.
-        every_n_steps: The callback's; `None` for a training without it.
+        every_n_steps: The callback's argument; `None` to train without it.
         brute_force: Whether to compute the largest logits of each step's batch from full score matrices as well.
 
     Returns:
-        The `seconds` and `losses` of the steps, the figures `logged` by the callback last, and with `brute_force` the
-        same figures of the last step, `expected`.
+        The `seconds` and `losses` of the steps; `logged`, the last figures that the callback logged; and, with
+        `brute_force`, the `expected` figures for the last step.
     """
     torch.manual_seed(0)
     config = load_preset(options.preset)
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace, steps: int, every_n_steps: int | None, br
             folder,
             max_steps=steps,
             per_device_train_batch_size=options.batch_size,
-            logging_strategy="no",  # so that the callback pays for the log that it asks for
+            logging_strategy="no",  # so that only the callback causes logging, and its cost counts
             save_strategy="no",
             report_to="none",
             use_cpu=True,
@@ -96,7 +96,7 @@ def train(options: argparse.Namespace, steps: int, every_n_steps: int | None, br
 
 
 def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
-    """Keeps the largest logit of each layer's global and local heads in the last batch, under the names of the log."""
+    """Stores the largest logits of each layer's global and local heads in the last batch, named as in the log."""
 
     def watch(number):
         def record(layer, args, kwargs):
@@ -118,10 +118,10 @@ def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
 
 def check(options: argparse.Namespace):
     """
-    The correctness gate, a short training without and one with the callback; it also warms the process up.
+    Runs the correctness gate: a short training without the callback and one with it. This also warms up the process.
 
     Raises:
-        RuntimeError: A logged maximum is not that of the batch, or the callback changes a loss.
+        RuntimeError: If a logged maximum is not that of the batch, or the callback changes a loss.
     """
     steps = min(options.steps, 3)
     without = train(options, steps, None)
@@ -143,7 +143,7 @@ def compare_losses(without: dict, measured: dict):
 
 def summarize(rounds: list[dict], every_n_steps: int) -> dict:
     """
-    What the rounds amount to.
+    Summarizes the rounds.
 
     Args:
         rounds: For each, `seconds_without` and `seconds_with`, the seconds of all steps of the two trainings.
@@ -172,10 +172,10 @@ def main(arguments: list[str]):
     """Checks, measures every round, prints the times and ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench telemetry", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each training")
-    parser.add_argument("--rounds", type=int, default=3, help="trainings without and with the callback")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of trainings, without and with the callback")
     parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048, help="tokens in a row")
-    parser.add_argument("--every_n_steps", type=int, default=50, help="the callback's")
+    parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("--every_n_steps", type=int, default=50, help="interval of the callback's measurements")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--preset", default="paper-v1")
     parser.add_argument("--output", type=Path, default=OUTPUT / "telemetry.json", help="default: %(default)s")

@@ -11,17 +11,17 @@ def measure(
     peers: dict[str, Callable[[], Callable]], device: str, budget: float, min_rounds: int = 3, max_rounds: int = 50
 ) -> dict[str, list[float]]:
     """
-    Times peers in turn, A B C A B C ..., so that a disturbance of the machine meets all of them.
+    Times peers in turn, A B C A B C ..., so that a disturbance of the machine affects all of them.
 
     Args:
-        peers: For each name a function that makes ready what is not timed and returns the function to time.
-        device: `"cpu"` or `"cuda"`; on CUDA the clock waits for the device at both ends.
-        budget: Seconds that the rounds may take, beyond the least number of them. The warm-up comes before: one call
-            of each peer, on CUDA three; where one round is enough and it takes the whole budget, it is the round.
-        min_rounds, max_rounds: Bounds of the number of rounds.
+        peers: For each name, a function that does the untimed preparation and returns the function to time.
+        device: `"cpu"` or `"cuda"`; on CUDA, the device is synchronized before the clock starts and stops.
+        budget: Seconds that the rounds may take; `min_rounds` may exceed it. The warm-up comes before: one call of
+            each peer, or three on CUDA. If one round is enough and the warm-up exceeds the budget, it is the round.
+        min_rounds, max_rounds: Bounds on the number of rounds.
 
     Returns:
-        Seconds of each round.
+        For each peer, the seconds of each round.
     """
     for _ in range(3 if device == "cuda" else 1):
         warm_up = {name: _seconds(prepare, device) for name, prepare in peers.items()}
@@ -51,15 +51,15 @@ def _seconds(prepare: Callable[[], Callable], device: str) -> float:
 
 def ratio(numerators: list[float], denominators: list[float]) -> dict[str, float]:
     """
-    How two peers' times compare: `median`, `low` and `high` of the ratios of the rounds.
+    Compares two peers' times: `median`, `low` and `high` of the ratios of the rounds.
 
-    It is not the ratio of medians: what slows a round down slows both, and leaves their ratio.
+    This is not the ratio of medians, because what slows down a round affects both peers and not their ratio.
     """
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def fastest(seconds: dict[str, list[float]], family: str) -> str | None:
-    """The peer with the smallest median among those whose name begins with the word `family`, or `None`."""
+    """Returns the peer with the smallest median among those whose name begins with the word `family`, or `None`."""
     members = [name for name in seconds if name.split(maxsplit=1)[0] == family]
     return min(members, key=lambda name: statistics.median(seconds[name]), default=None)

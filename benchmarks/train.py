@@ -1,6 +1,6 @@
-"""Training: forward pass with labels, backward pass and AdamW step. All families but `lsgpt-no-logits` compute logits.
+"""Training: forward pass with labels, backward pass and AdamW step. Only `lsgpt-no-logits` computes no logits.
 
-On CUDA the family `telemetry` is timed too: `lsgpt` on each engine with every head's largest logit measured on each
+On CUDA, the family `telemetry` is timed, too: `lsgpt` on each engine, with every head's largest logit measured in each
 step.
 """
 
@@ -16,11 +16,11 @@ from .prefill import is_ours
 
 
 def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
-    """The peers at one shape. With `telemetry`, by default on CUDA, `lsgpt` is also timed measuring its logits."""
+    """Prepares the peers at one shape. `telemetry`, the default on CUDA, adds `lsgpt` with its logits measured."""
     shape, peers = build_models(shape, "train")
     ids = shape.token_ids()
-    # A learning rate of 0 costs the same and leaves the weights as the gates have seen them. Peers with shared weights
-    # share their optimizer too.
+    # A learning rate of 0 costs the same and keeps the weights that the gates have checked. Peers with shared weights
+    # share their optimizer, too.
     shared = torch.optim.AdamW(peers["lsgpt sdpa"].model.parameters(), lr=0.0, fused=True)
     optimizers = dict.fromkeys(peers, shared)
     if "gpt2 sdpa" in peers:
@@ -41,7 +41,7 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
 
     gates = [partial(check_peer, name, peer, shape, "train") for name, peer in peers.items() if is_ours(name)]
     gates += llama_gates(peers, shape, "train")
-    # Their attention is that of `lsgpt`; their loss is another one.
+    # Their attention is the same as in `lsgpt`, but their loss is computed in another way.
     gates += [
         partial(check_model, name, peer, shape, "train")
         for name, peer in peers.items()

@@ -1,4 +1,4 @@
-"""Checkpoints of other code as LSGPT checkpoints: pretrained models with calibrated heads, nanoGPT's, the paper's."""
+"""Converts other checkpoints to LSGPT: pretrained models (optionally with local heads), nanoGPT, the paper's code."""
 
 from .calibration import Calibration, Passage, calibrate, make_passages, perplexity, plot_scores, read_blocks, recall
 from .convert import convert

@@ -1,4 +1,4 @@
-"""The choice of a pretrained model's global heads on a user's text, what it costs in quality, the report on both."""
+"""Chooses the global heads of a pretrained model on a user's text, measures the loss of quality, and reports both."""
 
 import math
 import random
@@ -21,11 +21,11 @@ from .heads import HeadChanges, choose_global_heads, measure_changes, with_globa
 
 
 MAX_BLOCK_SIZE = 2048
-"""Number of tokens in a block of text at most, for models with more positions."""
+"""Largest number of tokens in a block of text, for models with more positions than this."""
 
 PASSAGE_LENGTHS = (1024, 2048)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where in a passage its pass key stands: 0 is the beginning, 1 the last place outside the window."""
+"""Where a passage hides its pass key: 0 is the beginning, 1 the last position outside the window."""
 NEEDLE = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 NUM_KEYS = {"choice": 2, "evaluation": 4}
@@ -34,40 +34,40 @@ NUM_KEYS = {"choice": 2, "evaluation": 4}
 NAMES = {
     "source": "the source: all heads global",
     "chosen": "the choice: this checkpoint",
-    "first": "as many first key/value heads",
-    "random": "as many random key/value heads",
+    "first": "the first heads: the same number",
+    "random": "random heads: the same number",
 }
 
 
 class Passage(NamedTuple):
-    """A text in which a pass key is hidden, and at its end the question and the answer."""
+    """A text that hides a pass key, followed by the question for it and the answer."""
 
     ids: torch.Tensor
     """`(n,)` token ids."""
     answer_length: int
-    """Number of tokens at the end that are the answer."""
+    """Number of tokens of the answer, at the end."""
     depth: float
     """One of `DEPTHS`."""
 
 
 Recall = dict[tuple[int, float], float]
-"""For each length and depth the share of answer tokens that are right."""
+"""The share of correct answer tokens, by length and depth."""
 
 
 class Calibration(NamedTuple):
-    """What `calibrate` found. Heads are numbered as in the model that it was given."""
+    """The result of `calibrate`. Heads are numbered as in the original model."""
 
     changes: HeadChanges
     global_kv_heads: list[list[int]]
-    """For each layer the key/value heads to stay global."""
+    """For each layer, the key/value heads that stay global."""
     window: int
-    """Number of keys that a query of the other heads shall see, its own included."""
+    """Number of keys that a query of the other heads sees, including its own."""
     perplexities: dict[str, float]
-    """Per token, on held-out text, of the models in `NAMES`."""
+    """Perplexity per token on held-out text, for the models in `NAMES`."""
     retrieval: dict[str, Recall]
-    """Of the same models; empty where blocks are too short to hide a pass key outside the window."""
+    """Recall of the same models; empty if blocks are too short to hide a pass key outside the window."""
     num_tokens: tuple[int, int]
-    """Number of tokens of text that heads were measured on, and that were held out."""
+    """Number of tokens that heads were measured on, and number of held-out tokens."""
 
 
 def calibrate(
@@ -80,26 +80,27 @@ def calibrate(
     max_blocks: int = 16,
 ) -> Calibration:
     """
-    Chooses the heads of a model that stay global, and evaluates the choice beside others of the same size.
+    Chooses which heads of a model stay global, and compares the choice with others of the same size.
 
     Args:
         model: A model whose heads are all global.
-        tokenizer: The model's.
-        text, max_blocks: As of `read_blocks`; a block has `MAX_BLOCK_SIZE` tokens, or as many as there are positions.
-        global_kv_heads: Number of key/value heads of the whole model that stay global, or a share of them below 1.
-        window: Number of keys that a query of a local head sees, its own included.
-        balance: As of `choose_global_heads`.
+        tokenizer: The model's tokenizer.
+        text, max_blocks: See `read_blocks`. A block has `MAX_BLOCK_SIZE` tokens, or as many as the model has
+            positions, if these are fewer.
+        global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
+        window: Number of keys that a query of a local head sees, including its own.
+        balance: See `choose_global_heads`.
 
     Raises:
-        ValueError: A number that leaves no choice, a window that hides nothing, or too little text.
+        ValueError: If the number leaves no choice, the window hides nothing, or the text is too short.
     """
     config = model.config
     block_size = min(config.max_position_embeddings, MAX_BLOCK_SIZE)
     count = count_global_heads(config, global_kv_heads, balance)
     if not 2 <= window < block_size:
         raise ValueError(
-            f"`window` must be between 2 and {block_size - 1}, because it is measured in blocks of {block_size} tokens"
-            f"; got {window}"
+            f"`window` must be between 2 and {block_size - 1}, because heads are measured on blocks of "
+            f"{block_size} tokens; got {window}"
         )
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
     scores = {
@@ -108,7 +109,7 @@ def calibrate(
     }
     choices = {name: choose_global_heads(score, count, balance) for name, score in scores.items()}
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
-    # Even the keys that the choice is made with are others than those of the evaluation.
+    # The pass keys for the choice differ from those for the evaluation, too.
     keys = random.Random(0).sample(range(10_000, 100_000), sum(NUM_KEYS.values()))
     lengths = [length for length in PASSAGE_LENGTHS if length <= block_size] or [block_size]
     split = NUM_KEYS["choice"]
@@ -128,10 +129,10 @@ def calibrate(
 
 def count_global_heads(config: LSGPTConfig, global_kv_heads: int | float, balance: str) -> int:
     """
-    The number of key/value heads that stay global; a share of them is rounded, in each layer where `balance` is layer.
+    Returns the number of key/value heads that stay global. A share is rounded, in each layer if `balance` is layer.
 
     Raises:
-        ValueError: A number or share that leaves none or all of them.
+        ValueError: If none or all of the heads would stay global.
     """
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
     total = layers * kv_heads
@@ -151,20 +152,20 @@ def read_blocks(
     text: str, tokenizer: PreTrainedTokenizerBase, block_size: int, max_blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
-    Blocks of a text, one part to calibrate with and one held out: every second document, or the second half of the
-    document where there is but one; or the data set's own validation split.
+    Splits a text into blocks to calibrate on and held-out blocks. Every second document is held out, or the second
+    half of a single document. If the data set has a validation split, that is held out instead.
 
     Args:
-        text: A file or a folder of files, `"stdlib"`, or a data set on the Hub, see `lsgpt.training.load_documents`.
-        tokenizer: The model's.
+        text: A file or a folder of files, `"stdlib"`, or a data set on the Hub; see `lsgpt.training.load_documents`.
+        tokenizer: The model's tokenizer.
         block_size: Number of tokens in a block, n.
-        max_blocks: Number of blocks of each part at most; no more text is tokenized.
+        max_blocks: Maximum number of blocks in each part; no more text is tokenized.
 
     Returns:
         The token ids `(n,)` of the blocks of both parts.
 
     Raises:
-        ValueError: No such text, or less than a block of one of the parts.
+        ValueError: If there is no such text, or one of the parts is shorter than a block.
     """
     documents = load_documents(text, validation_percentage=50)
     parts = []
@@ -173,8 +174,8 @@ def read_blocks(
         parts.append([torch.as_tensor(block["input_ids"]).long() for block in islice(blocks, max_blocks)])
     if not all(parts):
         raise ValueError(
-            f"the text to calibrate with must have a block of {block_size} tokens to measure heads on and another one "
-            f"to evaluate; {text!r} has less"
+            f"the calibration text must have a block of {block_size} tokens to measure heads on and another one for "
+            f"the evaluation; {text!r} is shorter"
         )
     train, validation = parts
     return train, validation
@@ -188,17 +189,17 @@ def make_passages(
     keys: Iterable[int],
 ) -> list[Passage]:
     """
-    Passages with a pass key, each key at every one of the `DEPTHS` in a passage of every length.
+    Makes passages that hide a pass key: for each key, one passage of every length at each of the `DEPTHS`.
 
-    The answer's queries cannot see the key through the window: it stands outside at every depth.
+    At every depth, the key is outside the window of the queries that predict the answer.
 
     Args:
-        tokenizer: The model's.
-        blocks: Token ids `(n,)` of the text around the key; passages take them in turn.
-        lengths: Numbers of tokens in a passage, n at most. Those without room for a key outside the window are left
-            out.
-        window: Number of keys that a query of a local head sees, its own included.
-        keys: Numbers to hide.
+        tokenizer: The model's tokenizer.
+        blocks: Token ids `(n,)` of the text around the key; the passages use them in turn.
+        lengths: Numbers of tokens in a passage, at most n. Lengths without room for a key outside the window are
+            skipped.
+        window: Number of keys that a query of a local head sees, including its own.
+        keys: The numbers to hide.
     """
 
     def encode(words: str) -> torch.Tensor:
@@ -223,8 +224,8 @@ def make_passages(
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], description: str = "Perplexity") -> float:
     """
-    The perplexity per token of a causal language model on blocks of token ids, `(n,)` each, all of one length. The
-    first token of a block is not predicted.
+    Computes the perplexity per token of a causal language model on blocks of token ids `(n,)`, all of the same length.
+    The first token of a block is not predicted.
     """
     options = {"skip_logits": True} if isinstance(model, LSGPTForCausalLM) else {}
     losses = []
@@ -237,8 +238,8 @@ def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], descripti
 @torch.no_grad()
 def recall(model: PreTrainedModel, passages: Sequence[Passage], description: str = "Retrieval") -> Recall:
     """
-    The share of answer tokens that are the likeliest of a causal language model, given the right ones before them, for
-    each length and depth of `passages`.
+    Computes, for each length and depth of `passages`, the share of answer tokens that a causal language model predicts
+    as the most likely ones, given the correct tokens before them.
     """
     shares: dict[tuple[int, float], list[float]] = {}
     for ids, answer_length, depth in tqdm(passages, desc=description, leave=False):
@@ -255,9 +256,9 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
 
     Args:
         folder: The converted checkpoint's folder.
-        source, text: What was converted, and on which text, for reading.
-        calibration: What `calibrate` returned.
-        config: The converted model's.
+        source, text: Names of the source and of the calibration text, for the report.
+        calibration: The result of `calibrate`.
+        config: Configuration of the converted model.
 
     Returns:
         The path of the report.
@@ -270,7 +271,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     num_global = sum(map(len, global_kv_heads))
     measured = f"{num_tokens[0]:,} tokens of {text}"
     if changes.retrieval is not None:
-        measured += " and at the answers to passages that hide a pass key in it, in equal parts"
+        measured += " and, with equal weight, at the answers in passages that hide a pass key in this text"
     heads = [
         [f"**{x:.2%}**" if head in chosen else f"{x:.2%}" for head, x in enumerate(row)]
         for row, chosen in zip(scores.tolist(), global_kv_heads)
@@ -282,12 +283,12 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     report = f"""# {source}: choice of global heads
 
 {num_global} of {layers * kv_heads} key/value heads stay global, with the query heads that they serve; the others see
-{window} tokens and have sinks. Weights are the source's, nothing was trained: fine-tune before use.
+{window} tokens and have sinks. The weights are the source's and nothing was trained: fine-tune the model before use.
 
 ## Quality
 
-Perplexity per token, on {num_tokens[1]:,} tokens of {text} that the choice was not made on, and the mean of the next
-table. Sinks of the first and the random heads were measured in the same way.
+Perplexity per token on {num_tokens[1]:,} tokens of {text} that were not used for the choice, and the mean of the next
+table. The sinks of the first and the random heads were measured in the same way.
 
 {table(format_quality(calibration), ["global heads", "perplexity", *(["retrieval"] if retrieval else [])])}
 
@@ -297,20 +298,21 @@ table. Sinks of the first and the random heads were measured in the same way.
 
 ## Cost
 
-Beside the source, all of whose heads are global.
+Compared with the source, in which all heads are global.
 
 {table(costs, ["tokens", "", "this checkpoint", "the source", "ratio"])}
 
-## Which heads change as local ones
+## Which heads change when they become local
 
-When a key/value head becomes local, the outputs of its query heads change: they see {window} tokens and a sink in
-place of everything. Its score is the squared change, relative to its layer's outputs, as a share of that of all heads;
-measured on {measured}. Bold: the heads that stay global. Heads are numbered as in the source;
-in this checkpoint the global heads of a layer come first.
+When a key/value head becomes local, its query heads see {window} tokens and a sink instead of everything, and their
+outputs change. The score of a head is this squared change, relative to the outputs of its layer, as a share of the
+total over all heads. It was measured on {measured}.
+The heads in bold stay global. Heads are numbered as in the source; in this checkpoint, the global heads of a layer
+come first.
 
 {table(([i, *row] for i, row in enumerate(heads)), ["layer", *(f"head {head}" for head in range(kv_heads))])}
 
-![Scores, layers by key/value heads; frames around the heads that stay global](heads.png)
+![Scores by layer and key/value head, with frames around the heads that stay global](heads.png)
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
@@ -318,7 +320,7 @@ in this checkpoint the global heads of a layer come first.
 
 
 def format_quality(calibration: Calibration) -> list[list[str]]:
-    """For each model its name, its perplexity and, where it was measured, its retrieval, for reading."""
+    """Formats the name of each model, its perplexity and, if it was measured, its mean retrieval."""
     rows = []
     for name, value in calibration.perplexities.items():
         shares = calibration.retrieval.get(name, {}).values()
@@ -335,15 +337,15 @@ def _retrieval_section(retrieval: dict[str, Recall]) -> str:
     ]
     names = [NAMES[name].split(":")[0] for name in retrieval]
     num_keys = NUM_KEYS["evaluation"]
-    return f"""A number of five digits is hidden in text, and asked for at its end. The share of its tokens that are
-the likeliest, given those before them, of {num_keys} numbers at each depth; 100% is the last place outside the window.
-Some tokens, such as a space, can be guessed.
+    return f"""A five-digit number is hidden in a text that asks for it at the end. The table shows the share of its
+tokens that the model predicts as the most likely ones, given those before them, for {num_keys} numbers at each depth;
+100% is the last position outside the window. Some tokens, such as a space, can be guessed.
 
 {table(rows, ["tokens", "depth", *names])}"""
 
 
 def _cost_lengths(config: LSGPTConfig) -> list[int]:
-    """Powers of 2 from 1,024 to the model's last position, and that itself."""
+    """Powers of 2 from 1,024 to the model's number of positions, and that number itself."""
     end = config.max_position_embeddings
     return sorted({end, *(2**power for power in range(10, end.bit_length()) if 2**power <= end)})
 
@@ -355,7 +357,7 @@ def plot_scores(path: str | Path, scores: torch.Tensor, global_kv_heads: list[li
     Args:
         path: The PNG file to write.
         scores (`(L, H_kv)`): Such as `HeadChanges.scores`.
-        global_kv_heads: For each layer the heads that stay global.
+        global_kv_heads: For each layer, the heads that stay global.
     """
     num_layers, num_heads = scores.shape
     size = max(4.0, 1.5 + 0.5 * num_heads), max(2.5, 1.2 + 0.4 * num_layers)

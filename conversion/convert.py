@@ -1,4 +1,4 @@
-"""From a checkpoint of other code to a folder that the Auto classes load."""
+"""Converts a checkpoint of other code to a folder that the Auto classes can load."""
 
 from pathlib import Path
 
@@ -26,29 +26,30 @@ def convert(
     max_blocks: int = 16,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
-    Writes an LSGPT checkpoint with the weights and the logits of another one, in its dtype (a GGUF file's in float32):
-    nanoGPT's, the paper's, GPT-2, Llama, Mistral, Qwen2 or Qwen3. Tokenizer, chat template and generation
-    configuration come along, and licence and origin, in the metadata of a README.md.
+    Converts a checkpoint of nanoGPT, the paper's code, GPT-2, Llama, Mistral, Qwen2 or Qwen3 to an LSGPT checkpoint
+    with the same weights and logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
+    generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
-    With a text, most heads become local, with sinks: those whose output that changes least. They are measured on one
-    part of the text, perplexity and retrieval before and after on the other, and `report.md` tells of both.
+    With a text, all but `global_kv_heads` heads become local and get sinks: those whose output changes least. The
+    change is measured on one part of the text, and perplexity and retrieval before and after on the other.
+    `report.md` shows the results.
 
     Args:
         source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a model of one of the other kinds: its
-            folder, its name on the Hub, or, but for GPT-2, a GGUF file.
-        folder: A new or an empty folder.
-        global_kv_heads: Number of key/value heads of the whole model that stay global, or a share of them below 1.
-        window: Number of keys that a query of a local head sees, its own included.
-        text, max_blocks: As of `calibrate`.
-        balance: As of `choose_global_heads`.
+            folder, its name on the Hub, or, except for GPT-2, a GGUF file.
+        folder: A new or empty folder.
+        global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
+        window: Number of keys that a query of a local head sees, including its own.
+        text, max_blocks: See `calibrate`.
+        balance: See `choose_global_heads`.
 
     Returns:
-        The converted model, and what was measured.
+        The converted model, and the calibration, if there is a `text`.
 
     Raises:
-        ValueError: A source that is nothing of this, that LSGPT cannot express or whose weights are not finite; a
-            folder with content, arguments that do not go together, or too little text.
-        ImportError: A GGUF file, and no package `gguf` to read it.
+        ValueError: If the source is none of these, LSGPT cannot express it, or its weights are not finite; if the
+            folder is not empty, some arguments are missing or do not fit the source, or the text is too short.
+        ImportError: If the source is a GGUF file and the package `gguf` is not installed.
     """
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -76,7 +77,7 @@ def convert(
         model, tokenizer, origin = convert_pretrained(pretrained), load_tokenizer(source), read_origin(source)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"the weights of {source!r} must be finite numbers; {name} has others")
+            raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")
     if text is not None:
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""GGUF files, llama.cpp's, of the Llama family. What Transformers would leave out in silence is refused here."""
+"""Loads Llama-family models from llama.cpp's GGUF files, and refuses what Transformers would silently leave out."""
 
 import importlib.util
 import re
@@ -33,7 +33,7 @@ _UNREAD_SETTINGS = {
     "rope.scaling.factor": (None, 0.0, 1.0),
     "rope.scaling.type": (None, "none"),
 }
-"""Settings that Transformers does not read, with the values that change nothing."""
+"""Settings that Transformers does not read, with the values that make no difference."""
 
 _CARD_FIELDS = {
     "license": "general.license",
@@ -45,20 +45,20 @@ _CARD_FIELDS = {
 
 def load_gguf(path: str | Path) -> PreTrainedModel:
     """
-    The model in a GGUF file as Transformers reads it, in float32.
+    Loads the model in a GGUF file with Transformers, in float32.
 
     Raises:
-        ValueError: No GGUF file, or one with an architecture, settings or tensors that cannot be converted.
-        ImportError: The package `gguf` is not installed.
+        ValueError: If this is not a GGUF file, or its architecture, settings or tensors cannot be converted.
+        ImportError: If the package `gguf` is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError("a GGUF file is read with the package `gguf`; install it: pip install gguf")
+        raise ImportError("reading a GGUF file needs the package `gguf`; install it: pip install gguf")
     metadata, tensors = _read(path)
     _check(metadata, tensors)
     place = {"pretrained_model_name_or_path": Path(path).parent, "gguf_file": Path(path).name}
     try:
         config = AutoConfig.from_pretrained(**place)
-        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # which Transformers leaves out
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # Transformers leaves these out
             setattr(config, f"{ours}_token_id", metadata.get(f"tokenizer.ggml.{theirs}_token_id"))
         check_llama(config)
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -72,12 +72,12 @@ def load_gguf(path: str | Path) -> PreTrainedModel:
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a GGUF file, with its chat template; None where it has none."""
+    """Loads the tokenizer in a GGUF file, with its chat template; returns None if there is none."""
     metadata, _ = _read(path)
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
-    if metadata.get("tokenizer.ggml.pre") == "smollm":  # each digit is a word, which Transformers does not know
+    if metadata.get("tokenizer.ggml.pre") == "smollm":  # Transformers does not know that it splits digits
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
@@ -85,7 +85,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_gguf_origin(path: str | Path) -> dict[str, str]:
-    """What a GGUF file says about licence and origin, under the names that model cards have for it."""
+    """Reads what a GGUF file says about licence and origin, under the field names of model cards."""
     metadata, _ = _read(path)
     origin = {field: metadata[name] for field, name in _CARD_FIELDS.items() if metadata.get(name)}
     if "base_model" in origin:
@@ -94,7 +94,7 @@ def read_gguf_origin(path: str | Path) -> dict[str, str]:
 
 
 def _read(path: str | Path) -> tuple[dict, tuple[str, ...]]:
-    """The metadata, of lists of texts only the lengths, and the tensors' names."""
+    """Reads the metadata (of lists of strings, only their lengths) and the names of the tensors."""
     try:
         return read_gguf_metadata(str(path))
     except (ValueError, IndexError, struct.error) as error:

@@ -1,4 +1,4 @@
-"""GPT-2 in LSGPT's names."""
+"""Converts GPT-2 to LSGPT."""
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -24,10 +24,10 @@ def check_gpt2(config: GPT2Config):
 
 def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
     """
-    The LSGPT model with the same logits, all heads global.
+    Converts a GPT-2 to an LSGPT model with the same logits and all heads global.
 
     Raises:
-        ValueError: A configuration that LSGPT cannot express.
+        ValueError: If LSGPT cannot express the configuration.
     """
     gpt2 = model.config
     check_gpt2(gpt2)
@@ -51,7 +51,7 @@ def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
         eos_token_id=gpt2.eos_token_id,
         pad_token_id=gpt2.pad_token_id,
     )
-    # The linear layers inside the blocks are `Conv1D`s, with the inputs along the rows.
+    # The linear layers inside the blocks are `Conv1D`s, whose weights are transposed.
     weights = {
         name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
         for name, tensor in model.state_dict().items()

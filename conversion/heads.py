@@ -1,6 +1,6 @@
-"""Global and local heads for a pretrained model: measure how heads change as local ones, choose, reorder.
+"""Makes heads of a pretrained model local: measures how much they would change, chooses some, and reorders them.
 
-Shapes: L layers, H query heads, H_kv key/value heads, G query heads of a key/value head, D `head_dim`, n tokens.
+Shapes: L layers, H query heads, H_kv key/value heads, G query heads per key/value head, D `head_dim`, n tokens.
 """
 
 import copy
@@ -17,7 +17,7 @@ from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
 BALANCES = ("overall", "layer")
 
 QUERIES_AT_ONCE = 128
-"""Number of queries of one layer whose attention weights are in memory together."""
+"""Number of queries of one layer whose attention weights are in memory at the same time."""
 
 SINK_LOGITS = torch.arange(-8.0, 4.25, 0.25, dtype=torch.float64)
 """The sink logits to choose from, relative to the log-sum-exp of a head's logits."""
@@ -25,42 +25,42 @@ SINK_LOGITS = torch.arange(-8.0, 4.25, 0.25, dtype=torch.float64)
 
 class Sinks(NamedTuple):
     """
-    What stands for the tokens that a head no longer sees when it becomes local. Its output is then
-    `sum(exp(z) * v) / (sum(exp(z)) + exp(logit)) + value`, over the keys in its window.
+    Replacements for the tokens that a head no longer sees when it becomes local. Its output is then
+    `sum(exp(z) * v) / (sum(exp(z)) + exp(logit)) + value`, with sums over the keys in its window.
     """
 
     logits: torch.Tensor
     """`(L, H)`, in the softmax's denominator."""
     values: torch.Tensor
-    """`(L, H, D)`, added to the head's output; the bias of the output projection carries it."""
+    """`(L, H, D)`, added to the head's output, as part of the output projection's bias."""
 
 
 class HeadChanges(NamedTuple):
-    """What `measure_changes` returns, in float64 on the CPU."""
+    """The result of `measure_changes`, in float64 on the CPU."""
 
     text: torch.Tensor
     """
-    `(L, H_kv)`, the summed squared change of the outputs of a key/value head's query heads on text, as a share of the
-    summed squares of the outputs of all heads of its layer: layers write on different scales.
+    `(L, H_kv)`, the squared change on text of the outputs of a key/value head's query heads, summed up and divided by
+    the sum of squares of all outputs of the layer, because layers have different scales.
     """
     retrieval: torch.Tensor | None
-    """`(L, H_kv)`, the same where a passage asks for something that stands far before; `None` without passages."""
+    """`(L, H_kv)`, the same where a passage asks for something from far back; `None` without passages."""
     sinks: Sinks
-    """The sinks with which the change on text is least."""
+    """The sinks that minimize the change on text."""
 
     @property
     def scores(self) -> torch.Tensor:
-        """`(L, H_kv)`, the mean share of each key/value head in both changes of all heads; they sum up to 1."""
+        """`(L, H_kv)`, each key/value head's share of the total change, averaged over both kinds; they sum to 1."""
         changes = [self.text] if self.retrieval is None else [self.text, self.retrieval]
         return sum(change / change.sum() for change in changes) / len(changes)
 
 
 def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTForCausalLM:
-    """The model of a configuration and a state dict, whose tensors it takes as they are; in evaluation mode."""
-    with torch.device("meta"):  # no time for initial weights, no memory for a second copy
+    """Builds a model, in evaluation mode, that uses the tensors of a state dict without copying them."""
+    with torch.device("meta"):  # avoids initializing weights, and a second copy in memory
         model = LSGPTForCausalLM(config)
     model.load_state_dict(weights, assign=True)
-    if model.model.rotary_emb is not None:  # its frequencies are in no state dict
+    if model.model.rotary_emb is not None:  # its frequencies are not in the state dict
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.tie_weights()
     return model.eval()
@@ -70,21 +70,21 @@ def with_global_heads(
     model: LSGPTForCausalLM, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks | None = None
 ) -> LSGPTForCausalLM:
     """
-    The same model with some heads global, which then come first, and the others local.
+    Returns the same model with some heads global, which come first, and all others local.
 
-    To permute the key/value heads of a layer and with them the query heads that they serve (rows of the query, key and
-    value projections, columns of the output projection) changes nothing, so the logits differ only by what the window
-    hides, and what sinks put in its place.
+    Permuting the key/value heads of a layer together with the query heads that they serve (rows of the query, key and
+    value projections, columns of the output projection) changes nothing. So the logits differ only by what the window
+    hides and what the sinks put in its place.
 
     Args:
-        model: A model whose heads are all global. It stays as it is, and shares with the new one the tensors that are
+        model: A model whose heads are all global. It is not changed, and the new model shares all tensors that are
             equal.
-        global_kv_heads: For each layer the key/value heads that stay global, with all query heads that they serve.
-        window: Number of keys that a query of a local head sees, its own included.
-        sinks: Of all heads; those of the local ones are used. A model that was trained with local heads needs none.
+        global_kv_heads: For each layer, the key/value heads that stay global, with all query heads that they serve.
+        window: Number of keys that a query of a local head sees, including its own.
+        sinks: Sinks for all heads; only those of local heads are used. A model trained with local heads needs none.
 
     Raises:
-        ValueError: A model with local heads, heads that it does not have, or a window below 2.
+        ValueError: If the model has local heads, lacks some of the heads, or the window is below 2.
     """
     _check_all_global(model)
     config, weights = copy.deepcopy(model.config), model.state_dict()
@@ -107,7 +107,7 @@ def with_global_heads(
             weights[f"{prefix}o_proj.bias"] = (bias + weights.get(f"{prefix}o_proj.bias", 0)).to(weight.dtype)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
-        # Norms of queries and keys are the same for all heads, and the bias of the output projection has none.
+        # Norms of queries and keys are shared by all heads, and the output projection's bias does not belong to heads.
         orders = {"q": q_order, "k": kv_order, "v": kv_order}
         permuted = {f"{x}_proj.{kind}": (0, order) for x, order in orders.items() for kind in ("weight", "bias")}
         for name, (dim, order) in {**permuted, "o_proj.weight": (1, q_order)}.items():
@@ -134,25 +134,25 @@ def measure_changes(
     passages: Iterable[tuple[torch.Tensor, int]] = (),
 ) -> HeadChanges:
     """
-    How much the output of each head changes when it becomes local, with the sinks that change it least.
+    Measures how much the output of each head changes when it becomes local, with the sinks that change it least.
 
-    Forward passes of the model as it is; each layer's attention is computed once more, for `QUERIES_AT_ONCE` queries
-    at a time, over everything and over the window.
+    The forward passes are those of the unchanged model. In addition, each layer's attention is computed over all keys
+    and over the window, for `QUERIES_AT_ONCE` queries at a time.
 
     Args:
         model: A model whose heads are all global.
-        blocks: Token ids `(n,)` each.
-        window: Number of keys that a query of a local head sees, its own included.
-        passages: Token ids `(n,)`, and the number of tokens at the end whose prediction counts.
+        blocks: Token ids, `(n,)` each.
+        window: Number of keys that a query of a local head sees, including its own.
+        passages: Token ids `(n,)`, each with the number of tokens at the end whose prediction counts.
 
     Raises:
-        ValueError: A model with local heads.
+        ValueError: If the model has local heads.
     """
     _check_all_global(model)
     layers = attention_layers(model)
-    # For the choice all queries count the same. For the sinks early ones count more, because what a token's heads
-    # return reaches all later tokens: else sinks change the first token, which gets much of a pretrained model's
-    # attention, and ruin what follows.
+    # For the choice, all queries count the same. For the sinks, early queries count more, because the outputs of a
+    # token's heads reach all later tokens. Otherwise, sinks change the first token, which gets much of a pretrained
+    # model's attention, and ruin everything after it.
     text, fitted = ([_Moments() for _ in layers] for _ in range(2))
     rows = ((ids, torch.stack([1 / torch.arange(1, len(ids) + 1), torch.ones(len(ids))])) for ids in blocks)
     _collect(model, rows, window, list(zip(fitted, text)))
@@ -171,28 +171,28 @@ def measure_changes(
 
 class _Moments:
     """
-    Sums over queries from which follows how much the heads of a layer change, for any sinks.
+    Sums over queries that determine how much the heads of a layer change, for any sinks.
 
-    Over everything a head returns `f`, over its window alone `w`. With a sink of logit `s` and value `c` it returns
-    `g * w + c`, `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The change is
+    A head returns `f` over all keys, and `w` over its window alone. With a sink of logit `s` and value `c`, it returns
+    `g * w + c` with `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The change is
     `sum |f - g w - c|^2 = sum |f|^2 - 2 sum g f.w + sum g^2 |w|^2 - 2 c . sum (f - g w) + total * |c|^2`.
-    The sums are over queries, which may have weights, and those with `g` are taken for every logit of a grid.
+    All sums are over queries, which may have weights. Those with `g` are computed for every sink logit of a grid.
     """
 
     def __init__(self, logits: torch.Tensor | None = None):
         self.logits = logits
-        """`(H, K)`, the grid; `None` until the first block has shown where a head's logits lie."""
+        """`(H, K)`, the grid of sink logits; `None` until the first block shows the range of a head's logits."""
         self.total = 0.0
-        """The queries' weights, summed."""
+        """Sum of the queries' weights."""
         self.outputs = 0.0
-        """Squared outputs over everything, summed."""
+        """Sum of the squared outputs over all keys."""
         self.squares = torch.zeros(1, 1, dtype=torch.float64)  # `(H, K)` once there are queries
         self.sums = torch.zeros(1, 1, 1, dtype=torch.float64)  # `(H, K, D)`
 
     def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
         """
-        Adds queries: outputs over everything and over the window `(H, T, D)`, log-sum-exp over the window `(H, T)`,
-        and how much each query counts, `(T,)`.
+        Adds queries: their outputs over all keys and over the window, `(H, T, D)` each, the log-sum-exp over the
+        window, `(H, T)`, and their weights, `(T,)`.
         """
         self.total += weights.sum().item()
         self.outputs += torch.einsum("htd,t->", full.double().square(), weights).item()
@@ -205,13 +205,13 @@ class _Moments:
         self.sums = self.sums + sums.double().cpu()
 
     def fit(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sinks that change the heads least: `(H,)` indices of the grid, and `(H, D)` values."""
+        """Finds the sinks that change the heads least: indices into the grid, `(H,)`, and values, `(H, D)`."""
         values = self.sums / self.total
         index = (self.squares - self.total * values.square().sum(-1)).argmin(1)
         return index, values[torch.arange(len(index)), index]
 
     def change(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`(H,)` summed squared changes, with sinks as of `fit`."""
+        """Computes the summed squared changes `(H,)`, with sinks as returned by `fit`."""
         heads = torch.arange(len(index))
         shift = value * (self.total * value - 2 * self.sums[heads, index])
         return (self.squares[heads, index] + shift.sum(-1)).clamp(min=0)
@@ -224,14 +224,14 @@ def _collect(
     moments: list[tuple[_Moments, ...]],
 ):
     """
-    Adds to the moments of each layer the last queries of token ids `(n,)`, as many as have weights: a row of weights
-    for each of the layer's moments.
+    Adds the last queries of each input to the moments of each layer. An input consists of token ids `(n,)` and weights
+    for as many queries as are added, with one row for each of the layer's moments.
     """
     weights = torch.empty(0, 0)
 
     def adder(of_layer: tuple[_Moments, ...]):
         def add(layer, args, kwargs):
-            # What the layer is about to compute, on whatever engine.
+            # What the layer is about to compute, whatever its engine.
             heads = layer.project(*args, kwargs["position_embeddings"])
             length = heads.key.shape[2]
             if of_layer[0].logits is None:
@@ -260,8 +260,8 @@ def _collect(
 
 def _attend(heads: Heads, start: int, stop: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What the queries from `start` to `stop` get from all keys or from those in a window: outputs `(H, T, D)`, and the
-    log-sum-exp of the logits `(H, T)`, in float32 or better.
+    Computes the attention of the queries from `start` to `stop` over all keys or over those in a window. Returns the
+    outputs `(H, T, D)` and the log-sum-exp of the logits `(H, T)`, in float32 or better.
     """
     group, begin = heads.group, 0 if window is None else max(start - window + 1, 0)
     dtype = torch.promote_types(heads.query.dtype, torch.float32)
@@ -287,19 +287,19 @@ def _check_all_global(model: LSGPTForCausalLM):
 
 def choose_global_heads(scores: torch.Tensor, count: int, balance: str = "overall") -> list[list[int]]:
     """
-    The key/value heads that would change most as local ones, to stay global.
+    Chooses the key/value heads that stay global: those that would change most if they became local.
 
     Args:
         scores (`(L, H_kv)`): Such as `HeadChanges.scores`.
-        count: Number of key/value heads of the whole model that stay global.
-        balance: `"overall"` takes those with the highest scores wherever they are, so that layers may have different
-            numbers; `"layer"` as many in each layer.
+        count: Number of key/value heads in the whole model that stay global.
+        balance: `"overall"` takes the heads with the highest scores in the whole model, so their number may differ
+            between layers; `"layer"` takes the same number in each layer.
 
     Returns:
-        For each layer the chosen heads, ascending.
+        For each layer, the chosen heads in ascending order.
 
     Raises:
-        ValueError: No such balance, or a count that layers cannot share evenly.
+        ValueError: If there is no such balance, or the count cannot be divided evenly among the layers.
     """
     if balance not in BALANCES:
         raise ValueError(f"`balance` must be one of {', '.join(BALANCES)}; got {balance!r}")
@@ -307,8 +307,8 @@ def choose_global_heads(scores: torch.Tensor, count: int, balance: str = "overal
     if balance == "layer":
         if count % num_layers:
             raise ValueError(
-                f"`global_kv_heads` must be a multiple of the {num_layers} layers with `balance` layer; got {count}. "
-                "Choose another number, or `balance` overall"
+                f"`global_kv_heads` must be a multiple of the {num_layers} layers if `balance` is layer; got {count}. "
+                "Choose another number, or set `balance` to overall"
             )
         order = scores.argsort(dim=1, descending=True, stable=True)
         return order[:, : count // num_layers].sort(dim=1).values.tolist()

@@ -1,4 +1,4 @@
-"""The Llama family in LSGPT: Llama, Mistral, Qwen2 and Qwen3, whose parameters have the same names as LSGPT's."""
+"""Converts the Llama family: Llama, Mistral, Qwen2 and Qwen3, whose parameters have the same names as LSGPT's."""
 
 import copy
 
@@ -32,7 +32,7 @@ def check_llama(config: PreTrainedConfig):
 
     window, positions = getattr(config, "sliding_window", None), config.max_position_embeddings
     has_window = config.model_type == "mistral" and window is not None
-    if config.model_type.startswith("qwen"):  # which has windows in the layers that `use_sliding_window` leads to
+    if config.model_type.startswith("qwen"):  # `use_sliding_window` has set the layer types
         has_window = set(config.layer_types) != {GLOBAL}
     require(
         not has_window or (window is not None and window >= positions),
@@ -46,13 +46,13 @@ def check_llama(config: PreTrainedConfig):
 
 def convert_llama(model: PreTrainedModel) -> LSGPTForCausalLM:
     """
-    The LSGPT model with the same logits, all heads global. It shares its tensors with the source.
+    Converts a model to an LSGPT model with the same logits and all heads global. They share their tensors.
 
     Args:
         model: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`.
 
     Raises:
-        ValueError: A configuration that LSGPT cannot express; the message names field and value.
+        ValueError: If LSGPT cannot express the configuration; the message names the field and its value.
     """
     source, weights = model.config, model.state_dict()
     check_llama(source)

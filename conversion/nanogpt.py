@@ -1,7 +1,7 @@
-"""Weights of nanoGPT, and of the paper's code, which is a nanoGPT with local heads, in LSGPT's names.
+"""Converts checkpoints of nanoGPT, and of the paper's code, which is nanoGPT with local heads.
 
-The parameters' names are those of GPT-2. An attention layer's `c_attn` has the rows of all queries, then those of all
-keys, then those of all values.
+The parameters have the same names as in GPT-2. The rows of an attention layer's `c_attn` are those of all queries,
+then of all keys, then of all values.
 """
 
 import pickle
@@ -26,10 +26,10 @@ _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
     """
-    The model of a checkpoint that nanoGPT or the paper's code wrote (`ckpt.pt`), see `convert_nanogpt`.
+    Loads and converts a checkpoint that nanoGPT or the paper's code wrote (`ckpt.pt`); see `convert_nanogpt`.
 
     Raises:
-        ValueError: A file of something else, or that holds more than tensors and plain values; and as
+        ValueError: If the file is something else, or holds more than tensors and plain values; and as in
             `convert_nanogpt`.
     """
     try:
@@ -37,11 +37,11 @@ def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
     except pickle.UnpicklingError as error:
         needed = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or str(error)
         raise ValueError(
-            f"{str(path)!r} must hold tensors and plain values only, because reading anything else can run code that "
-            f"came with it; this file needs {needed}. Where you trust it, save its `model` and `model_args` again"
+            f"{str(path)!r} must hold tensors and plain values only, because reading anything else can run code from "
+            f"the file; this one needs {needed}. If you trust it, save its `model` and `model_args` again"
         ) from error
     except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{str(path)!r} must be a whole file of `torch.save`: {error}") from error
+        raise ValueError(f"{str(path)!r} must be a complete file of `torch.save`: {error}") from error
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise ValueError(
@@ -52,20 +52,20 @@ def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
 
 def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LSGPTForCausalLM:
     """
-    The LSGPT model with the same logits as nanoGPT's or as the paper's code's.
+    Converts a state dict of nanoGPT or of the paper's code to an LSGPT model with the same logits.
 
-    The names tell two generations of the paper's code apart. In the first, `attn.c_attn` serves all heads, and local
-    heads see `local_attn_span` keys; in the second, local heads have an `attn.c_local_attn`, global heads an
-    `attn.c_global_attn`, and local heads see one key more. Both put local heads first. Without local heads it is a
-    plain nanoGPT. The activation is the exact GELU, as in nanoGPT since June 2023.
+    Two generations of the paper's code are told apart by their parameter names. In the first, `attn.c_attn` serves all
+    heads, and local heads see `local_attn_span` keys. In the second, local heads have `attn.c_local_attn`, global
+    heads have `attn.c_global_attn`, and local heads see one more key. Both put local heads first. Without local heads,
+    the model is a plain nanoGPT. The activation is the exact GELU, as in nanoGPT since June 2023.
 
     Args:
-        state_dict: The parameters, with or without the prefix that `torch.compile` gives to names.
+        state_dict: The parameters, with or without the prefix that `torch.compile` adds to their names.
         model_args: The arguments of the model's configuration.
 
     Raises:
-        ValueError: Sizes that are missing, or tensors that are missing, unknown, or of another shape than the sizes
-            say; the message names them.
+        ValueError: If sizes are missing, or tensors are missing, unknown, or do not have the shapes that follow from
+            the sizes; the message names them.
     """
     if not isinstance(state_dict, dict) or not isinstance(model_args, dict):
         raise ValueError("`model` and `model_args` must be dictionaries, as nanoGPT writes them")
@@ -77,7 +77,7 @@ def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LS
     has_two_projections = any(".attn.c_local_attn." in name or ".attn.c_global_attn." in name for name in weights)
 
     heads = model_args["n_head"]
-    # The paper's code began with a fixed half of the heads.
+    # Early versions of the paper's code always made half of the heads local.
     default = heads // 2 if "local_attn_span" in model_args else 0
     local_heads = model_args.get("n_local_head", default)
     if not isinstance(local_heads, int) or not 0 <= local_heads <= heads:
@@ -122,7 +122,7 @@ def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LS
 
 
 def _expected_shapes(weights: dict, model_args: dict, head_dim: int, kinds: dict[str, int]) -> dict[str, tuple]:
-    """Name and shape of every parameter; width of the MLP and presence of biases as in `weights`."""
+    """Shapes of all parameters by name; `weights` determine the MLP's width and whether there are biases."""
     width, size = model_args["n_embd"], head_dim * model_args["n_head"]
     first_mlp = weights.get("transformer.h.0.mlp.c_fc.weight")
     inner = len(first_mlp) if first_mlp is not None else 4 * width
@@ -161,18 +161,18 @@ def _check_tensors(weights: dict, expected: dict[str, tuple]):
 
 
 def refuse_tensors(missing: list[str], unknown: list[str], misshapen: list[str]):
-    """Raises `ValueError` if one of the lists has something in it."""
+    """Raises `ValueError` unless all lists are empty."""
     problems = []
     for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             problems.append(f"{kind}: {', '.join(names[:5])}{more}")
     if problems:
-        raise ValueError(f"the checkpoint's tensors must be those of its configuration; {'; '.join(problems)}")
+        raise ValueError(f"the checkpoint's tensors must match its configuration; {'; '.join(problems)}")
 
 
 def _check_masks(masks: dict[str, torch.Tensor], heads: int, local_heads: int, window: int | None):
-    """The first generation saved who sees whom, `attn.mask` `(1, H, n, n)`: its last row tells each head's reach."""
+    """Checks `attn.mask` `(1, H, n, n)`, which the first generation saved; its last row shows each head's span."""
     for name, mask in masks.items():
         if name.endswith(".attn.bias"):
             continue  # plain causality
@@ -189,7 +189,7 @@ def _check_masks(masks: dict[str, torch.Tensor], heads: int, local_heads: int, w
 
 
 def _stack_projections(weights: dict, kinds: list[str], num_layers: int):
-    """Replaces the projections of the two kinds of heads by one `c_attn`, local heads first."""
+    """Replaces the projections of the two kinds of heads with one `c_attn`, local heads first."""
     for layer in range(num_layers):
         prefix = f"transformer.h.{layer}.attn."
         for suffix in ("weight", "bias"):
@@ -200,7 +200,7 @@ def _stack_projections(weights: dict, kinds: list[str], num_layers: int):
 
 
 def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """The parameters under LSGPT's names, heads in their order."""
+    """Renames the parameters to LSGPT's names; heads keep their order."""
     renamed = {
         "model.embed_tokens.weight": weights["transformer.wte.weight"],
         "model.embed_positions.weight": weights["transformer.wpe.weight"],

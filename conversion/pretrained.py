@@ -1,4 +1,4 @@
-"""Pretrained models of Transformers as LSGPT checkpoints, with what belongs to them: tokenizer, licence, origin."""
+"""Converts pretrained models of Transformers to LSGPT, along with their tokenizer, licence and origin."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _CONVERTERS: dict[str, tuple[Callable, Callable]] = {
     **dict.fromkeys(MODEL_TYPES, (check_llama, convert_llama)),
 }
 
-# One of them is in every checkpoint with a tokenizer.
+# Every checkpoint with a tokenizer has one of these files.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 _CARD_FIELDS = ("license", "license_name", "license_link", "base_model")
@@ -39,13 +39,13 @@ _CARD_FIELDS = ("license", "license_name", "license_link", "base_model")
 
 def load_pretrained(source: str | Path) -> PreTrainedModel:
     """
-    A model that `convert_pretrained` takes, from a folder, by its name on the Hub, or from a GGUF file. It has the
-    dtype that its config.json states, or else its weights have; from a GGUF file float32.
+    Loads a model for `convert_pretrained` from a folder, by its name on the Hub, or from a GGUF file. Its dtype is the
+    one in its config.json, or else that of its weights; models from GGUF files are float32.
 
     Raises:
-        ValueError: Another kind of model, one that LSGPT cannot express, or tensors that are missing, unknown or of
-            another shape than the configuration says; the message names them.
-        ImportError: A GGUF file, and no package `gguf` to read it.
+        ValueError: If it is another kind of model, LSGPT cannot express it, or tensors are missing, unknown or do not
+            have the shapes of the configuration; the message names them.
+        ImportError: If it is a GGUF file and the package `gguf` is not installed.
     """
     if _is_gguf(source):
         return load_gguf(source)
@@ -60,13 +60,13 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
             found += ", but a GGUF file: name that file as the source"
         raise ValueError(
             "the source must be a file of nanoGPT or of the paper's code (`ckpt.pt`), a GGUF file, or a model of the "
-            f"type {', '.join(_CONVERTERS)}, its folder or its name on the Hub; {str(source)!r} {found}"
+            f"type {', '.join(_CONVERTERS)}, given by its folder or its name on the Hub; {str(source)!r} {found}"
         )
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
         raise ValueError(
             f"`quantization_config` of a model to convert must be unset; {str(source)!r} is quantized with {method}: "
-            "convert the model that it was made from, or load it with Transformers, `dequantize()` and save it"
+            "convert the model that it was made from, or load it with Transformers, call `dequantize()` and save it"
         )
     check, _ = _CONVERTERS[kind]
     try:
@@ -87,13 +87,13 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
 
 def convert_pretrained(model: PreTrainedModel) -> LSGPTForCausalLM:
     """
-    The LSGPT model with the same logits, all heads global, in the same dtype.
+    Converts a model to an LSGPT model with the same logits and dtype, and with all heads global.
 
     Args:
         model: GPT-2, Llama, Mistral, Qwen2 or Qwen3 with its language-modelling head.
 
     Raises:
-        ValueError: Another model, or a configuration that LSGPT cannot express.
+        ValueError: If it is another model, or LSGPT cannot express its configuration.
     """
     kind = model.config.model_type
     if kind not in _CONVERTERS:
@@ -104,24 +104,24 @@ def convert_pretrained(model: PreTrainedModel) -> LSGPTForCausalLM:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     """
-    The tokenizer of a source, with its chat template; None where it has none.
+    Loads the tokenizer of a source, with its chat template; returns None if there is no tokenizer.
 
     Raises:
-        ValueError: A tokenizer that cannot be loaded.
+        ValueError: If the tokenizer cannot be loaded.
     """
     try:
         if _is_gguf(source):
             return load_gguf_tokenizer(source)
-        # Asked for by name: where they are missing, Transformers makes a tokenizer that has no words.
+        # Checked by name, because without these files Transformers makes a tokenizer with an empty vocabulary.
         if not any(find_file(source, name) for name in _VOCABULARIES):
             return None
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # `tokenizers` raises no other kind
+    except Exception as error:  # `tokenizers` raises nothing more specific
         raise ValueError(f"the tokenizer of {str(source)!r} cannot be loaded: {error}") from error
 
 
 def find_file(source: str | Path, name: str) -> Path | None:
-    """The path of a file of a checkpoint, downloaded where that is on the Hub; None where it has none."""
+    """Returns the path of a checkpoint's file, downloading it if necessary; None if there is no such file."""
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -133,12 +133,12 @@ def find_file(source: str | Path, name: str) -> Path | None:
 
 def read_origin(source: str | Path) -> dict:
     """
-    What a model card is to say of a source: `license`, with `license_name` and `license_link` for one that the Hub
-    does not list, and `base_model`, the source's name on the Hub, or, of files here, that of the model that they were
-    made from. What is nowhere stated is left out.
+    Reads what a model card should say about a source: `license`, with `license_name` and `license_link` if the Hub
+    does not list it, and `base_model`, which is the source's name on the Hub or, for local files, the name of the
+    model that they were made from. Fields that are not stated anywhere are left out.
 
     Raises:
-        ValueError: A README.md whose metadata cannot be read.
+        ValueError: If the metadata of the README.md cannot be read.
     """
     known = {}
     readme = find_file(Path(source).parent if _is_gguf(source) else source, "README.md")
@@ -157,7 +157,7 @@ def read_origin(source: str | Path) -> dict:
 def write_origin(source: str | Path, folder: str | Path, origin: dict):
     """Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE."""
     name = source if origin.get("base_model") == str(source) else Path(source).name
-    text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes licence and origin from this file."
+    text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the licence and origin from this file."
     ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
     license = find_file(Path(source).parent if _is_gguf(source) else source, "LICENSE")
     if license is not None:

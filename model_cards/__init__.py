@@ -1,4 +1,4 @@
-"""Model cards made from what a run leaves in its folder, and publishing on the Hub."""
+"""Makes model cards from the files of a run, and publishes models on the Hub."""
 
 from .card import draw_heads, make_card, make_preset_card, save_card
 from .publish import publish

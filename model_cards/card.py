@@ -1,4 +1,4 @@
-"""Model cards: of a run, from what it left in its folder; of a preset, from its configuration."""
+"""Makes model cards: of a run, from the files in its folder; of a preset, from its configuration."""
 
 import json
 import math
@@ -36,7 +36,7 @@ PLOTS = {
 }
 """The plots of a run's report that a card shows: their titles and files, by section."""
 
-# A preset without a recipe: the recipe that fits it best, and how that differs from the paper.
+# Presets without a recipe of their own: the recipe that fits best, and how it differs from the paper.
 _OTHER_RECIPES = {
     "paper-36l": (
         "paper-12l",
@@ -53,20 +53,20 @@ def make_card(
     tags: Sequence[str] = (),
 ) -> ModelCard:
     """
-    The card of a checkpoint, from the files of `lsgpt train` that stand beside it; what is not there, it calls not
-    recorded or not measured.
+    Makes the card of a checkpoint from the files of `lsgpt train` in the same folder. The card says what was not
+    recorded or not measured because a file is missing.
 
     Args:
-        folder: The checkpoint with its tokenizer. The card links `heads.png` (see `draw_heads`) and plots in it.
-        repo_id: The model's name on the Hub, for title and snippets; the folder by default.
-        license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default that of the
-            metadata of a README.md in the folder, or else of the run's recipe, or else of a README.md in the folder
-            of the checkpoint that the run started from.
+        folder: The checkpoint with its tokenizer. The card links to `heads.png` (see `draw_heads`) and plots in it.
+        repo_id: The model's name on the Hub, for title and snippets; by default, the folder.
+        license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default, it is taken from the
+            metadata of a README.md in the folder, or else from the run's recipe, or else from a README.md in the
+            folder of the checkpoint that the run started from.
         language: Language codes for the metadata.
-        tags: Tags for the metadata, besides our own.
+        tags: Additional tags for the metadata.
 
     Raises:
-        ValueError: No checkpoint, no tokenizer, no licence.
+        ValueError: If there is no checkpoint, no tokenizer, or no licence.
     """
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
@@ -107,11 +107,11 @@ def make_card(
 
 def make_preset_card(preset: str) -> ModelCard:
     """
-    The card of a shipped preset: its shape, what it costs and how to train it. It links the picture `PRESET.png`, and
-    its snippets load the folder that the training leaves.
+    Makes the card of a shipped preset: its shape, its costs and how to train it. The card links to the picture
+    `PRESET.png`, and its snippets load the output folder of the training.
 
     Raises:
-        ValueError: No such preset.
+        ValueError: If there is no such preset.
     """
     config = load_preset(preset)
     metadata = {"license": "apache-2.0"}
@@ -149,7 +149,7 @@ def save_card(folder: str | Path, repo_id: str | None = None, license: str | Non
 
 def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
     """
-    Draws which heads of each layer are global, and to scale which keys a query of each kind sees, as a PNG.
+    Draws, as a PNG, which heads of each layer are global and, to scale, which keys a query of each kind sees.
 
     Args:
         config: The model's configuration.
@@ -194,10 +194,10 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
 
 def find_license(folder: str | Path, license: str | None = None, recipe: dict | None = None) -> dict[str, str]:
     """
-    The metadata about the licence of the weights in `folder`: `license`, and for `other` its name and link.
+    Finds the metadata about the licence of the weights in `folder`: `license`, and for `other` its name and link.
 
     Raises:
-        ValueError: No licence, or one that the Hub cannot know.
+        ValueError: If there is no licence, or the Hub does not know it.
     """
     known = _find_metadata(folder, recipe)
     license = license or known.get("license")
@@ -212,7 +212,7 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
     named = {field: known.get(field) for field in ("license_name", "license_link")}
     if not all(named.values()):
         raise ValueError(
-            "`license` must be a known one, or README.md must name it: other needs `license_name` and `license_link` "
+            "`license` must be one that the Hub knows, or be named: `other` needs `license_name` and `license_link` "
             f"in the metadata of {Path(folder) / 'README.md'}"
         )
     return {"license": license, **named}
@@ -220,8 +220,8 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
 
 def _find_metadata(folder: str | Path, recipe: dict | None) -> dict:
     """
-    The metadata of a README.md in the folder. What it leaves out: the licence from the run's recipe, and the rest from
-    the checkpoint that the run started from.
+    Reads the metadata of a README.md in the folder. Missing fields are taken from the checkpoint that the run started
+    from; for the licence, the run's recipe comes first.
     """
     recipe = recipe or {}
     start = recipe.get("model_name_or_path")
@@ -242,8 +242,8 @@ def _read_metadata(folder: str | Path) -> dict:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint; `ValueError` where it has none."""
-    # Asked for by name: where it is missing, Transformers would look for another one.
+    """Loads the tokenizer of a checkpoint; raises `ValueError` if there is none."""
+    # Checked by name, because without this file Transformers would look for another tokenizer.
     if not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"{str(folder)!r} must hold its tokenizer; it has no tokenizer_config.json")
     try:
@@ -267,7 +267,7 @@ def _read_results(folder: Path) -> dict | None:
     if not file.is_file():
         return None
     results = json.loads(file.read_text(encoding="utf-8"))
-    # `null` is what JSON has for a number that is not one, but for `max_logit`, which may be unmeasured.
+    # In JSON, `null` stands for NaN, except for `max_logit`, where it means not measured.
     return {name: math.nan if value is None and name != "max_logit" else value for name, value in results.items()}
 
 
@@ -304,7 +304,7 @@ def _describe_recipe(recipe: dict, config: LSGPTConfig) -> dict:
     blocks = recipe["max_eval_blocks"]
     base_model = recipe["model_name_or_path"]
     if base_model:
-        tokenizer = "that of the model it started from"
+        tokenizer = "that of the model that it started from"
         base_model = _hub_link(base_model)
     elif recipe["tokenizer"] in ALGORITHMS:
         tokenizer = f"{recipe['tokenizer']}, {config.vocab_size:,} tokens, trained on the same data"
@@ -314,7 +314,7 @@ def _describe_recipe(recipe: dict, config: LSGPTConfig) -> dict:
         "data": f"{_name_data(recipe)}, in blocks of {recipe['block_size']:,} tokens",
         "tokenizer": tokenizer,
         "base_model": base_model,
-        "evaluation_text": "of the same source and was held out from the training"
+        "evaluation_text": "from the same source and was held out from the training"
         + (f"; the first {blocks:,} blocks of it were used" if blocks else ""),
     }
 
@@ -329,12 +329,12 @@ def _name_data(recipe: dict) -> str:
 
 
 def _hub_link(name: str, kind: str = "") -> str:
-    """A link to what has a name on the Hub; of a path the last part only, the rest is nobody's business."""
+    """A link to a name on the Hub; of a local path, only the last part, because the rest is private."""
     return f"[{name}](https://huggingface.co/{kind}{name})" if _is_on_hub(name) else f"`{Path(name).name}` (local)"
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a name is one of the Hub's and not a path, as `load_dataset` and `from_pretrained` decide it."""
+    """Whether a name refers to the Hub and not to a path, decided as in `load_dataset` and `from_pretrained`."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
@@ -349,7 +349,7 @@ def _recipe_metadata(recipe: dict) -> dict:
 
 
 def _eval_results(results: dict, recipe: dict) -> list[EvalResult] | None:
-    """What the Hub shows as evaluation; numbers that are none are left out, because YAML would hold them as text."""
+    """Evaluation results for the Hub. NaN and infinity are left out, because YAML would store them as text."""
     recipe = _with_defaults(recipe)
     names = {
         "perplexity": ("eval_perplexity", "perplexity per token"),
@@ -393,17 +393,17 @@ def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
 
 
 def _limits(config: LSGPTConfig, recipe: dict | None, results: dict | None) -> list[str]:
-    limits = ["It continues text, and nothing keeps it from false or harmful text."]
+    limits = ["It continues text, and nothing prevents it from writing false or harmful text."]
     from_scratch = recipe is not None and not _with_defaults(recipe)["model_name_or_path"]
     if from_scratch:
         limits.append("It was not tuned to follow instructions.")
     positions = config.max_position_embeddings
     if config.position_embedding_type == "learned":
-        limits.append(f"Its {positions:,} learned positions are a hard limit: prompt and continuation must fit in.")
+        limits.append(f"Its {positions:,} learned positions are a hard limit for prompt and continuation together.")
     if recipe is not None:
         block_size = _with_defaults(recipe)["block_size"]
         limits.append(
-            f"It is trained on blocks of {block_size:,} tokens; what it does with longer text is not measured."
+            f"It is trained on blocks of {block_size:,} tokens; how well it does on longer text is not measured."
         )
     if results is None:
         return limits
@@ -416,10 +416,10 @@ def _limits(config: LSGPTConfig, recipe: dict | None, results: dict | None) -> l
     ratio = results["tokens"] / results["parameters"]
     if from_scratch and ratio < 20:
         limits.append(
-            f"It is undertrained: {ratio:.2g} tokens per parameter, where about 20 make the best of a budget of "
-            "compute ([Hoffmann et al. 2022](https://arxiv.org/abs/2203.15556))."
+            f"It is undertrained: {ratio:.2g} tokens per parameter, where about 20 make the best use of a compute "
+            "budget ([Hoffmann et al. 2022](https://arxiv.org/abs/2203.15556))."
         )
-    limits.append("It was evaluated in one run, on text of the same source; downstream tasks are not measured.")
+    limits.append("It was evaluated in one run, on text from the same source; downstream tasks are not measured.")
     return limits
 
 
@@ -430,5 +430,5 @@ def _license_text(metadata: dict) -> str:
 
 
 def _with_defaults(recipe: dict) -> dict:
-    """A recipe with the defaults of the fields that it leaves out."""
+    """Adds the defaults of the fields that a recipe leaves out."""
     return {**asdict(ModelArguments()), **asdict(DataArguments()), **asdict(RunArguments()), **recipe}

@@ -1,4 +1,4 @@
-"""Publishing a checkpoint on the Hub: everything is checked first, and one commit brings all of it."""
+"""Publishes a checkpoint on the Hub: checks everything first, then uploads it in one commit."""
 
 import io
 import json
@@ -35,24 +35,25 @@ def publish(
     output: str | Path | None = None,
 ) -> str:
     """
-    Publishes a checkpoint: a new repository on the Hub with weights, configuration, tokenizer, code, a model card, and
-    what the run left (plots, recipe, metrics), in one commit. Everything is checked before anything is made, and when
-    the upload fails the new repository is deleted again.
+    Publishes a checkpoint in a new repository on the Hub: weights, configuration, tokenizer, code, a model card, and
+    the files of the run (plots, recipe, metrics), in one commit. Everything is checked before anything is created, and
+    if the upload fails, the new repository is deleted again.
 
     Args:
-        folder: The checkpoint, such as the output folder of `lsgpt train`. Nothing in it changes.
+        folder: The checkpoint, such as the output folder of `lsgpt train`. It is not changed.
         repo_id: The name on the Hub, `USER/NAME` or `ORGANIZATION/NAME`.
-        private: Makes the repository private.
-        dry_run: Writes what would be uploaded into `output`, without any network.
-        license: The weights' licence, see `make_card`.
-        output: A new or an empty folder; by default `FOLDER-card`, or `FOLDER-card-2`, ... if that is taken.
+        private: Whether to make the repository private.
+        dry_run: Whether to write what would be uploaded into `output` instead, without using the network.
+        license: The weights' licence; see `make_card`.
+        output: A new or empty folder; by default `FOLDER-card`, or `FOLDER-card-2`, ... if that is taken.
 
     Returns:
-        The address of the repository; of a dry run the folder.
+        The address of the repository, or the output folder of a dry run.
 
     Raises:
-        ValueError: A folder that is no whole checkpoint, no licence, no token, a name that is taken or not the
-            token's; with `dry_run`, an output folder that has content; or the Hub's reason to refuse the upload.
+        ValueError: If the folder is not a complete checkpoint, there is no licence or no token, the name is taken or
+            does not belong to the token's user, the output folder of a dry run is not empty, or the Hub refuses the
+            upload.
     """
     validate_repo_id(repo_id)
     if repo_id.count("/") != 1:
@@ -68,7 +69,7 @@ def publish(
 
 def collect_files(folder: str | Path, repo_id: str, license: str | None = None) -> dict[str, Path | bytes]:
     """
-    What is uploaded: the files' names with their paths, or their content where it is made now.
+    Returns what is uploaded: for each file name, the path of the file, or its content if it is generated here.
 
     The checkpoint is loaded as a user would load it, and the card is read back. Raises `ValueError` as `publish` does.
     """
@@ -89,7 +90,7 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None = None) 
     optional += [file for plots in PLOTS.values() for file in plots.values()]
     missing = [name for name in required if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{str(folder)!r} must be a whole checkpoint; it lacks {', '.join(missing)}")
+        raise ValueError(f"{str(folder)!r} must be a complete checkpoint; it lacks {', '.join(missing)}")
     _check_secrets(folder / "recipe.yaml")
     card = str(make_card(folder, repo_id, license))
     _check_loading(folder)
@@ -136,22 +137,22 @@ def _check_loading(folder: Path):
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             names = ", ".join(sorted(map(str, info[problem]))[:3])
-            raise ValueError(f"the weights in {str(folder)!r} are not those of its config.json: {problem}: {names}")
+            raise ValueError(f"the weights in {str(folder)!r} do not match its config.json: {problem}: {names}")
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"the weights in {str(folder)!r} must be finite numbers; {name} has others")
+            raise ValueError(f"the weights in {str(folder)!r} must be finite; {name} has NaN or infinite values")
 
 
 def _check_secrets(recipe: Path):
     if recipe.is_file() and (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}).get("hub_token"):
-        raise ValueError(f"{recipe} must not hold `hub_token`, which everybody could read; remove the line")
+        raise ValueError(f"{recipe} must not hold `hub_token`, which everyone could read; remove the line")
 
 
 def _check_card(text: str, files: dict[str, Path | bytes]):
-    """What the Hub would say about the card, as far as that can be known offline."""
+    """Checks what the Hub would check about the card, as far as possible offline."""
     card = ModelCard(text)
     if str(card) != text:
-        raise ValueError("the model card changes when it is read back; its metadata cannot be right")
+        raise ValueError("the model card changes when it is read back, so its metadata must be wrong")
     prose = re.sub(r"^(`{3,})\w*\n.*?^\1$", "", card.text, flags=re.DOTALL | re.MULTILINE)  # without code
     for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", prose):
         if link not in files:
@@ -180,21 +181,23 @@ def _check_access(repo_id: str):
         user = api.whoami()
         if api.repo_exists(repo_id):
             raise ValueError(
-                f"`repo_id` must be a name that is free; {repo_id!r} is taken. For a new version of your own: "
+                f"`repo_id` must be a new name; {repo_id!r} is taken. To upload a new version of your own model: "
                 f"`lsgpt publish ... --dry-run`, then `hf upload {repo_id} FOLDER`"
             )
     except LocalTokenNotFoundError as error:
         raise ValueError(
             "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN; "
-            "https://huggingface.co/settings/tokens makes one"
+            "create a token at https://huggingface.co/settings/tokens"
         ) from error
     except (OSError, HTTPError) as error:
-        raise ValueError(f"the Hub cannot be asked about {repo_id!r}: {error}") from error
+        raise ValueError(f"cannot ask the Hub about {repo_id!r}: {error}") from error
     owners = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
     if repo_id.partition("/")[0] not in owners:
-        raise ValueError(f"`repo_id` must begin with a name of yours ({', '.join(owners)}); got {repo_id!r}")
+        raise ValueError(
+            f"`repo_id` must begin with your name or that of your organization ({', '.join(owners)}); got {repo_id!r}"
+        )
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError("the token for the Hub must be one that may write; it is one that may read")
+        raise ValueError("the token for the Hub must have write access; it has read access only")
 
 
 def _upload(files: dict[str, Path | bytes], repo_id: str, private: bool) -> str:
@@ -203,11 +206,11 @@ def _upload(files: dict[str, Path | bytes], repo_id: str, private: bool) -> str:
         ModelCard(bytes(files["README.md"]).decode()).validate()
         url = api.create_repo(repo_id, private=private, exist_ok=False)
     except (OSError, HTTPError) as error:
-        raise ValueError(f"the Hub does not take {repo_id!r}, nothing was made there: {error}") from error
+        raise ValueError(f"the Hub refuses {repo_id!r}, nothing was created there: {error}") from error
     try:
         operations = [CommitOperationAdd(name, source) for name, source in files.items()]
         api.create_commit(repo_id, operations, commit_message="Model, tokenizer, code and card")
-    except BaseException as error:  # an interruption by the user too
+    except BaseException as error:  # also an interruption by the user
         remains = _delete(api, repo_id)
         if isinstance(error, (OSError, HTTPError, ValueError)):
             raise ValueError(f"the upload to {repo_id!r} failed, {remains}: {error}") from error

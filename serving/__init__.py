@@ -5,8 +5,8 @@ vLLM finds `register` through the entry point `vllm.general_plugins`, and calls 
 
 
 def register():
-    """Makes LSGPT known to vLLM. Importing `lsgpt` has made the configuration known to Transformers already."""
-    # Only a process of vLLM's calls this; the model itself is imported when one is loaded.
+    """Registers LSGPT with vLLM. Importing `lsgpt` has already registered its configuration with Transformers."""
+    # Imported here because only vLLM calls this function; the model class is imported when a model is loaded.
     from vllm import ModelRegistry  # noqa: PLC0415
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What a serving process cannot do with a configuration, said before it loads the model."""
+"""Refuses configurations that cannot be served, before vLLM loads the model."""
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -6,8 +6,8 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
 
 
-# Types of rotary embeddings that vLLM and Transformers compute alike. Of the others, "dynamic" and "longrope" depend
-# on the length of the request in Transformers, and on `max_model_len` in vLLM.
+# Types of rotary embeddings that vLLM and Transformers compute in the same way. Of the others, "dynamic" and
+# "longrope" depend on the length of the request in Transformers, and on `max_model_len` in vLLM.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -16,7 +16,7 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig):
-        """Raises `ValueError` for what cannot be served; changes nothing."""
+        """Raises `ValueError` if the model cannot be served; changes nothing."""
         config: LSGPTConfig = vllm_config.model_config.hf_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
         groups = config.num_attention_heads // config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""LSGPT on vLLM's parallel layers and paged attention.
+"""LSGPT built from vLLM's parallel layers and paged attention.
 
 A decoder layer has one `Attention` module for each kind of head that it has. To vLLM these are separate layers of the
 key/value cache: its hybrid cache manager keeps all blocks of the global heads, and frees those of the local heads that
@@ -41,19 +41,19 @@ from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTSinusoidalPositions
 
 def supported_head_size(head_dim: int, cache_dtype: str, has_sinks: bool) -> int:
     """
-    The smallest width that the attention backend has for heads of `head_dim`; they are padded with zeros to it.
+    Returns the smallest head width of the attention backend that fits `head_dim`; heads are padded to it with zeros.
 
     Raises:
-        ValueError: There is none, or the heads have sinks and the backend knows none.
+        ValueError: If there is none, or the heads have sinks and the backend does not support them.
     """
     backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype, has_sink=has_sinks)
-    # Said here, because some backends ignore what they do not know.
+    # Checked here, because some backends ignore arguments that they do not know.
     if has_sinks and "sinks" not in inspect.signature(backend.get_impl_cls()).parameters:
         raise ValueError(
-            "`attention_sinks` must be False for attention backends of vLLM's without sinks; got True, and "
+            "`attention_sinks` must be False for attention backends of vLLM without sinks; got True, and "
             f"{backend.get_name()} has none (choose another one with `--attention-backend`)"
         )
-    sizes = backend.get_supported_head_sizes() or [head_dim]  # a backend without a list has judged already
+    sizes = backend.get_supported_head_sizes() or [head_dim]  # a backend without a list has already accepted it
     if head_dim > max(sizes):
         raise ValueError(
             f"`head_dim` must be at most {max(sizes)} for vLLM's attention backend {backend.get_name()}; "
@@ -63,7 +63,7 @@ def supported_head_size(head_dim: int, cache_dtype: str, has_sinks: bool) -> int
 
 
 class LSGPTAttention(nn.Module):
-    """Attention whose heads come in two groups, each with a cache: first the global heads, then the local ones."""
+    """Attention with two groups of heads, each with its own cache: first the global heads, then the local ones."""
 
     def __init__(self, vllm_config: VllmConfig, layer_idx: int, prefix: str):
         super().__init__()
@@ -71,7 +71,7 @@ class LSGPTAttention(nn.Module):
         quant_config, ranks = vllm_config.quant_config, get_tensor_model_parallel_world_size()
         heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         groups = heads // kv_heads  # query heads that share a key/value head
-        # Each rank has the same share of each kind: `load_weights` orders the heads to that end.
+        # Each rank has the same share of each kind of head; `load_weights` orders the heads accordingly.
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             self.head_dim,
@@ -99,7 +99,7 @@ class LSGPTAttention(nn.Module):
         head_groups = config.head_groups[layer_idx]
         self.sinks = None
         if config.attention_sinks and LOCAL in head_groups:
-            # Those of rank r are the r-th piece, as are its local heads: see `_in_rank_order`.
+            # Rank r gets the r-th piece, as with its local heads; see `_in_rank_order`.
             self.sinks = nn.Parameter(torch.zeros(head_groups[LOCAL] // ranks), requires_grad=False)
             set_weight_attrs(self.sinks, {"weight_loader": sharded_weight_loader(0)})
 
@@ -115,7 +115,7 @@ class LSGPTAttention(nn.Module):
                 cache_config=vllm_config.cache_config,
                 quant_config=quant_config,
                 logits_soft_cap=config.attn_logit_softcapping,
-                # The last `sliding_window` keys, the query's own included: vLLM's convention too.
+                # The last `sliding_window` keys, including the query's own, which is vLLM's convention, too.
                 per_layer_sliding_window=config.sliding_window if kind == LOCAL else None,
                 prefix=f"{prefix}.{kind}",
                 **sinks,
@@ -183,7 +183,7 @@ class LSGPTMLP(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
         )
-        self.act_fn = ACT2FN[config.hidden_act]  # vLLM knows fewer, gated and not
+        self.act_fn = ACT2FN[config.hidden_act]  # vLLM has fewer, both gated and not
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.gated:
@@ -198,14 +198,14 @@ class LSGPTMLP(nn.Module):
 
 
 def make_norm(config: LSGPTConfig) -> nn.Module:
-    """A norm over the residual stream."""
+    """Makes a norm for the residual stream."""
     if config.norm_type == "rms_norm":
         return RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
 
 
 class LSGPTDecoderLayer(nn.Module):
-    """One block: attention and MLP, each normalised before and added to the residual stream after."""
+    """One pre-norm block: attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, vllm_config: VllmConfig, layer_idx: int, prefix: str):
         super().__init__()
@@ -264,7 +264,7 @@ class LSGPTModel(nn.Module):
         """Loads a checkpoint's tensors, and returns the names of the parameters that it filled."""
         ranks = get_tensor_model_parallel_world_size()
         weights = ((name, self._in_rank_order(name, weight, ranks)) for name, weight in weights)
-        # The names of a checkpoint, and the part of vLLM's fused layer that each one is.
+        # For each name in a checkpoint, vLLM's fused layer and the part of it that the tensor fills.
         stacked: dict[str, tuple[str, str | int]] = {f".{name}_proj": (".qkv_proj", name) for name in "qkv"}
         if self.config.gated_mlp:
             stacked |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
@@ -272,8 +272,8 @@ class LSGPTModel(nn.Module):
 
     def _in_rank_order(self, name: str, weight: torch.Tensor, ranks: int) -> torch.Tensor:
         """
-        Orders a projection's heads for tensor parallelism. To rank r vLLM gives the r-th contiguous piece of them; so
-        each piece must have its share of the global heads, and then of the local ones.
+        Orders a projection's heads for tensor parallelism. vLLM gives the r-th contiguous piece of them to rank r, so
+        each piece must have its share of the global heads, followed by its share of the local ones.
         """
         match = re.fullmatch(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(weight|bias)", name)
         if ranks == 1 or match is None or match[2] + match[3] == "obias":
@@ -316,7 +316,7 @@ class LSGPTForCausalLM(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As in `LSGPTModel`."""
+        """See `LSGPTModel`."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

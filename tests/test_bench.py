@@ -161,7 +161,7 @@ def test_only_what_is_missing_here_is_skipped(error, skipped):
     ("arguments", "message"),
     [
         (["prefil"], "unknown benchmark 'prefil'; did you mean 'prefill'?"),
-        (["prefill", "memory"], "'memory' has options of its own and runs alone: lsgpt bench memory"),
+        (["prefill", "memory"], "'memory' has its own options and must run alone: lsgpt bench memory"),
         (["--lengths", "2048", "2"], "`--lengths` must be 3 or more; got 2"),
         (["--preset", "dem"], "did you mean 'demo'"),
         (["--rounds", "0"], "`--rounds` must be 1 or more; got 0"),

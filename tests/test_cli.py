@@ -139,7 +139,7 @@ def test_generate_past_the_positions_of_a_rotary_model(trained, tmp_path, capfd)
     assert lsgpt_cli.main(["generate", str(tmp_path), "import", "--greedy", "--max-new-tokens", "20"]) == 0
     errors = re.split(r"[\r\n]+", capfd.readouterr().err.strip())
     assert [line for line in errors if "%|" not in line] == [
-        "lsgpt: note: the model was made for 16 tokens; what comes after them may be worse"
+        "lsgpt: note: the model was made for 16 tokens; text beyond them may be worse"
     ]
 
 
@@ -272,7 +272,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (["info", "GPT2"], "must be an LSGPT checkpoint; its model type is 'gpt2'"),
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),
-        (["generate", "RUN", ""], "`prompt` must have a token or more"),
+        (["generate", "RUN", ""], "`prompt` must have at least one token"),
         (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max-new-tokens` must be at most 62"),
         (["generate", "a/b/c", "def"], "there is no folder 'a/b/c'"),
         (["train", "dmeo"], "did you mean 'demo'"),

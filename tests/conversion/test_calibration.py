@@ -382,8 +382,8 @@ def test_command(gpt2, tmp_path, capsys):
     changes = measure_changes(source, blocks, WINDOW)
     first = choose_global_heads(torch.tensor([[4, 3, 2, 1]] * LAYERS), COUNT)
     expected = perplexity(with_global_heads(source, first, WINDOW, changes.sinks), held_out)
-    assert float(rows["as many first key/value heads"]) == pytest.approx(expected, abs=1e-3)
-    assert float(rows["as many random key/value heads"]) > after
+    assert float(rows["the first heads: the same number"]) == pytest.approx(expected, abs=1e-3)
+    assert float(rows["random heads: the same number"]) > after
     assert "1,024 tokens" in report
     assert "Not measured: blocks of the text have no room" in report
     ratio = model.config.kv_cache_bytes(64) / model.config.equal_mhsa().kv_cache_bytes(64)

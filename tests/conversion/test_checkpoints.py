@@ -217,12 +217,12 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": {}, "model_args": {}, "extra": RunsCode()}, "this file needs builtins.print"),
+        ({"model": {}, "model_args": {}, "extra": RunsCode()}, "this one needs builtins.print"),
         ({"weights": {}}, "must be a checkpoint of nanoGPT, with `model` and `model_args`; it has weights"),
         ([1], "it has list"),
         ({"model": [], "model_args": {}}, "must be dictionaries"),
-        ("text", "must be a whole file of `torch.save`"),
-        ("cut", "must be a whole file of `torch.save`"),
+        ("text", "must be a complete file of `torch.save`"),
+        ("cut", "must be a complete file of `torch.save`"),
     ],
 )
 def test_refused_files(content, message, tmp_path, capsys):
@@ -361,13 +361,16 @@ def test_refused_gpt2_weights(tmp_path):
     [
         (["GPT2", "FULL"], "the folder to write must be new or empty"),
         (["GPT2", "FULL/text.txt"], "the folder to write must be new or empty"),
-        (["BERT", "new"], "of the type gpt2, llama, mistral, qwen2, qwen3, its folder or its name on the Hub; "),
+        (
+            ["BERT", "new"],
+            "of the type gpt2, llama, mistral, qwen2, qwen3, given by its folder or its name on the Hub; ",
+        ),
         (["EMPTY", "new"], "has no config.json"),
         (["none/none/none", "new"], "there is no model"),
         (["none.pt", "new"], "there is no file 'none.pt'"),
         (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
         (["GPT2x", "new"], "no such file or folder"),
-        (["NAN", "new"], "must be finite numbers; model.norm.weight has others"),
+        (["NAN", "new"], "must be finite; model.norm.weight has NaN or infinite values"),
         (["GPT2", "new", "--global-kv-heads", "1"], "must be given together; got no `window`, `calibrate`"),
         (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "got no `global_kv_heads`"),
         (["FULL/text.txt", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
