@@ -313,7 +313,7 @@ def explain(families: tuple[str, ...], device: str):
         if family in (*BASELINES, *families) and (family != "telemetry" or device == "cuda"):
             print(f"  {family:<16}{description}")
     print(
-        "LSGPT is first checked against a dense reference. Then all are timed in turn, round by round. `a / b` is the\n"
-        "time of a as a share of the time of b: the median over the rounds, the lowest and the highest.",
+        "LSGPT is first checked against a dense reference. Then all are timed in turn, round by round. `a / b` is\n"
+        "the time of a as a share of the time of b: the median over the rounds, the lowest and the highest.",
         flush=True,
     )
