@@ -46,8 +46,7 @@ def load_config(name_or_path: str | Path, **overrides) -> LSGPTConfig:
         **overrides: As for `load_preset`.
 
     Raises:
-        ValueError: If there is no such checkpoint or it is of another kind of model, or for the overrides as in
-            `load_preset`.
+        ValueError: If there is no such checkpoint, it is of another kind of model, or the overrides are invalid.
     """
     try:
         values, _ = LSGPTConfig.get_config_dict(name_or_path)

@@ -61,7 +61,7 @@ class MaxLogits:
             layer.max_logits = torch.zeros(layer.config.num_attention_heads) if self.is_lsgpt else unmeasured
         if not self.is_lsgpt:
             StandIn.enter(self.layers)
-            # Runs once: in `stop`, or when this object is collected because an exception ended the training.
+            # Runs once: in `stop`, or when this object is garbage-collected because an exception ended the training.
             self._step_aside = weakref.finalize(self, StandIn.leave, self.layers)
 
     def stop(self):

@@ -1,7 +1,7 @@
 """The attention engines, one of which is chosen per forward pass according to `attn_implementation`.
 
-An engine is one class and one row of `ENGINES`. It rejects what it does not support, converts a `Visibility` into the
-form that it needs, such as a dense mask, and computes attention. `docs/attention.md` shows how to add one.
+An engine is one class and one entry of `ENGINES`. It rejects what it does not support, converts a `Visibility` into
+the form that it needs, such as a dense mask, and computes attention. `docs/attention.md` shows how to add one.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -107,7 +107,7 @@ class Engine:
     """Base class of engines. Subclasses implement `attend`, and override other methods where they differ."""
 
     def refuse(self, config: LSGPTConfig, heads: Heads):
-        """Raises `ValueError`, with a remedy, if the engine does not support such a model or such tensors."""
+        """Raises `ValueError`, with a remedy, if the engine does not support the model or the tensors."""
 
     def form(self, visibility: Visibility) -> Any:
         """
@@ -166,8 +166,8 @@ class EagerEngine(Engine):
         key.
 
         The weights of all heads are joined in one tensor over all keys, in which those of local heads are padded
-        because their cache begins later. The outputs are computed from this tensor, so that the weights which the
-        caller receives get gradients.
+        because their cache begins later. The outputs are computed from this tensor, so gradients flow through the
+        weights that the caller receives.
         """
         weights = [eager_attention_weights(heads, form) for heads, form in zip(calls, forms)]
         lengths = [heads.key.shape[2] for heads in calls]
@@ -190,7 +190,7 @@ class SdpaEngine(Engine):
         window = v.window or v.kv_length
         if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
             return blocked_mask(v)
-        # An exported program would be causal without a mask in every call, even for single queries after a cache.
+        # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
         if not is_torchdynamo_exporting():
             is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
             has_all = v.padding_mask is None and v.documents is None and v.mask is None
@@ -429,7 +429,7 @@ class AttentionPlan:
     forms: dict[str, Any]
     """The same in the engine's form."""
     is_joint: bool
-    """Whether the form is that of all heads, which one call computes."""
+    """Whether one form covers all heads, so that one call computes them."""
 
     def calls(self, heads: Heads, by_kind: list[Heads]) -> list[Heads]:
         """All heads of a layer in one call if the plan is joint (nothing was cached then), else one call per kind."""

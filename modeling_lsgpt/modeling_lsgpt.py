@@ -128,7 +128,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         if isinstance(module, LSGPTAttention) and module.sinks is not None:
             init.zeros_(module.sinks)
         # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections are marked,
-        # because Transformers does not call this for modules of custom code that hold no parameters themselves.
+        # because Transformers does not call this for custom modules without parameters of their own.
         if getattr(module, "writes_to_residual_stream", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)

@@ -1,7 +1,8 @@
 """Visibility: which keys each query may attend to, described once per forward pass for each kind of head.
 
 Transformers' mask helpers have no head axis, so global and local heads each have their own `Visibility`. Code that
-needs it (attention engines, the measurement of logits, calibration) calls `Visibility.sees` and states no own rules.
+needs it (attention engines, the measurement of logits, calibration) calls `Visibility.sees` and does not restate the
+rules.
 
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
