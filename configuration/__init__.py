@@ -20,15 +20,15 @@ def list_presets() -> list[str]:
 
 def load_preset(name: str, **overrides) -> LSGPTConfig:
     """
-    The configuration of a model preset.
+    Loads the configuration of a model preset.
 
     Args:
         name: One of `list_presets()`.
-        **overrides: Fields of `LSGPTConfig` that replace the preset's. `num_global_heads="all"` is plain multi-head
+        **overrides: Fields of `LSGPTConfig` that replace the preset's. `num_global_heads="all"` gives plain multi-head
             attention.
 
     Raises:
-        ValueError: An unknown preset or field, with the nearest known name; or values that no model can have.
+        ValueError: If the preset or a field is unknown (the message suggests the nearest name), or values are invalid.
     """
     if name not in list_presets():
         raise ValueError(
@@ -39,14 +39,14 @@ def load_preset(name: str, **overrides) -> LSGPTConfig:
 
 def load_config(name_or_path: str | Path, **overrides) -> LSGPTConfig:
     """
-    The configuration of a checkpoint.
+    Loads the configuration of a checkpoint.
 
     Args:
         name_or_path: Its folder, or its name on the Hub.
-        **overrides: As of `load_preset`.
+        **overrides: As for `load_preset`.
 
     Raises:
-        ValueError: No such checkpoint, one of another kind of model, and as `load_preset`.
+        ValueError: If there is no such checkpoint, it is of another kind of model, or the overrides are invalid.
     """
     try:
         values, _ = LSGPTConfig.get_config_dict(name_or_path)
@@ -69,7 +69,7 @@ def _build(values: dict, overrides: dict) -> LSGPTConfig:
         values["num_global_heads"] = values.get("num_attention_heads", LSGPTConfig.num_attention_heads)
     try:
         return LSGPTConfig.from_dict(values)
-    except StrictDataclassError as error:  # a value of the wrong type, and no ValueError
+    except StrictDataclassError as error:  # for a value of the wrong type; not a `ValueError`
         raise ValueError(str(error.__cause__ or error)) from error
 
 
@@ -80,13 +80,13 @@ def list_recipes() -> list[str]:
 
 def load_recipe(name_or_path: str | Path) -> dict:
     """
-    The fields of a training recipe.
+    Loads the fields of a training recipe.
 
     Args:
         name_or_path: One of `list_recipes()`, or the path of a YAML file.
 
     Raises:
-        ValueError: No such recipe or file, or a file that is not a mapping from field names to values.
+        ValueError: If there is no such recipe or file, or the file is not a mapping from field names to values.
     """
     file = _FOLDER / "recipes" / f"{name_or_path}.yaml"
     if name_or_path not in list_recipes():
@@ -101,13 +101,13 @@ def load_recipe(name_or_path: str | Path) -> dict:
 
 def load_arms(file: str | Path | None = None) -> dict[str, dict]:
     """
-    The arms of comparisons: for each name the recipe fields that it replaces.
+    Loads the arms of comparisons: for each arm's name, the recipe fields that it replaces.
 
     Args:
-        file: A YAML file with arms besides the shipped ones, which it may replace.
+        file: A YAML file with more arms, which may also replace those of this package.
 
     Raises:
-        ValueError: No such file, or one that is not a mapping from names to mappings.
+        ValueError: If there is no such file, or it is not a mapping from names to mappings.
     """
     arms = yaml.safe_load((_FOLDER / "arms.yaml").read_text(encoding="utf-8"))
     if file is not None:
@@ -124,7 +124,7 @@ def _read_yaml_mapping(file: Path, kind: str) -> dict:
     except OSError as error:
         raise ValueError(f"{kind} {file} cannot be read: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{kind} {file} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{kind} {file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{kind} {file} must be a mapping from names to values; got {type(content).__name__}")
     return content

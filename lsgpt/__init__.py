@@ -1,7 +1,7 @@
 """LSGPT: Long Short-attention (arXiv:2505.15548) as a Hugging Face model.
 
-Importing this package registers the models with Transformers' Auto classes, and makes every `save_pretrained` write
-the model's code into the checkpoint, so that it also loads where this package is not installed.
+Importing this package registers the models with Transformers' Auto classes. It also makes `save_pretrained` write the
+model's code into every checkpoint, so that the checkpoint loads even where this package is not installed.
 """
 
 from transformers import (

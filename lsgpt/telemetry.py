@@ -1,8 +1,8 @@
-"""The largest attention logits of each head, in LSGPT and in any other decoder of Transformers.
+"""Measures the largest attention logit of each head, in LSGPT and in other decoders of Transformers.
 
-LSGPT's layers measure themselves while their `max_logits` is set. The layers of other models ask Transformers in every
-forward pass for the function that computes their attention. While somebody measures, a wrapper stands in front of that
-function: it computes the maxima of the queries and keys that pass by, and hands the call on as it is.
+LSGPT's layers measure their own logits while their `max_logits` is set. The layers of other models look up their
+attention function in Transformers in every forward pass. During a measurement, this function is wrapped: the wrapper
+computes the maxima from the queries and keys, and then makes the original call unchanged.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -25,9 +25,9 @@ from lsgpt.modeling_lsgpt.visibility_lsgpt import Visibility, find_documents
 
 class MaxLogits:
     """
-    Switches the measurement on and off in every attention layer of a model, and reads it.
+    Starts, stops and reads the measurement in every attention layer of a model.
 
-    While it is on, each forward pass raises a running maximum in every layer; the output stays the same.
+    During the measurement, each forward pass updates a running maximum in every layer. The output is unchanged.
 
     ```python
     >>> maxima = MaxLogits(model)
@@ -41,11 +41,11 @@ class MaxLogits:
     def __init__(self, model: nn.Module):
         """
         Args:
-            model: LSGPT, or a decoder whose layers call Transformers' attention interface; alone or wrapped (DDP,
-                PEFT, `torch.compile`). Other models in the same process are not measured.
+            model: LSGPT, or a decoder whose layers call Transformers' attention interface; bare or wrapped (DDP, PEFT,
+                `torch.compile`). Other models in the same process are not measured.
 
         Raises:
-            ValueError: Another kind of model.
+            ValueError: If `model` is another kind of model.
         """
         self.is_lsgpt = any(type(module).__name__ == "LSGPTAttention" for module in model.modules())
         self.layers = attention_layers(model) if self.is_lsgpt else causal_attention_layers(model)
@@ -53,45 +53,45 @@ class MaxLogits:
         self._step_aside: Callable = lambda: None
 
     def start(self):
-        """Forgets earlier maxima and measures from now on."""
+        """Starts to measure, discarding earlier maxima."""
         self.stop()
         for layer in self.layers:
-            # Of other models, the number of heads shows in the first call; a layer that is never called is left out.
+            # In other models, the first call shows the number of heads; a layer that is never called is left out.
             unmeasured = torch.tensor([-math.inf])
             layer.max_logits = torch.zeros(layer.config.num_attention_heads) if self.is_lsgpt else unmeasured
         if not self.is_lsgpt:
             StandIn.enter(self.layers)
-            # Once, by `stop`, or when this object goes because an exception ended the training that it watched.
+            # Runs once: in `stop`, or when this object is garbage-collected because an exception ended the training.
             self._step_aside = weakref.finalize(self, StandIn.leave, self.layers)
 
     def stop(self):
-        """Measures no more, and forgets the maxima."""
+        """Stops measuring and discards the maxima."""
         self._step_aside()
         for layer in self.layers:
             layer.max_logits = None
 
     def read(self) -> torch.Tensor:
         """
-        The maxima since `start`, `(layers, heads)` in float32, on the model's device: in LSGPT global heads first, in
-        other models in the order of query heads. The rows of layers with fewer heads than others end with zeros.
+        The maxima since `start`, `(layers, heads)` in float32, on the model's device. LSGPT's global heads come first;
+        other models keep the order of their query heads. Rows of layers with fewer heads are padded with zeros.
 
         Raises:
-            ValueError: The model's layers have not called Transformers' attention interface since.
+            ValueError: If the model's layers have not called Transformers' attention interface since `start`.
         """
         layers = self._measured_layers()
         if not layers:
             raise ValueError(
                 "`model` must ask Transformers for its attention function (`ALL_ATTENTION_FUNCTIONS.get_interface`); "
-                f"{self._name} did not. Some models compute attention themselves: always, or with "
-                'attn_implementation="eager". With nn.DataParallel copies of it run: use one process for each GPU'
+                f"{self._name} did not. Some models compute attention themselves, always or with "
+                'attn_implementation="eager". nn.DataParallel runs copies of the model; use one process per GPU'
             )
         device = next(layers[0].parameters()).device
         return nn.utils.rnn.pad_sequence([layer.max_logits.to(device) for layer in layers], batch_first=True)
 
     def layer_numbers(self) -> list[int]:
-        """The numbers of the layers that `read` returns. They may have gaps where layers do without attention."""
+        """The indices of the layers that `read` returns, with gaps where layers have no attention."""
         numbers = [getattr(layer, "layer_idx", None) for layer in self._measured_layers()]
-        # LSGPT does not number its attention; in a model of several decoders numbers would stand for several layers.
+        # LSGPT does not number its attention layers; in a model with several decoders, numbers are not unique.
         is_unique = None not in numbers and len(set(numbers)) == len(numbers)
         return numbers if is_unique else list(range(len(numbers)))
 
@@ -102,23 +102,23 @@ class MaxLogits:
 @torch.no_grad()
 def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
     """
-    The largest attention logit of every head in one forward pass.
+    Runs one forward pass and returns the largest attention logit of every head.
 
-    It is the maximum of `|q . k * scaling|` after QK-norm and rotary embedding and before soft-capping, over all pairs
-    that may attend, computed exactly in float32 whatever engine runs the model. Attention sinks do not count: they are
-    no logits of pairs.
+    This is the maximum of `|q . k * scaling|` after QK-norm and rotary embedding and before soft-capping, over all
+    pairs that may attend. It is computed exactly in float32, whatever engine runs the model. Attention sinks do not
+    count, because they are not logits of pairs.
 
     Args:
         model: LSGPT, or a decoder whose layers call Transformers' attention interface, such as Llama, Qwen3, Gemma 3,
-            GPT-2 or gpt-oss; alone or wrapped (DDP, PEFT, `torch.compile`).
-        **inputs: What its `forward` takes, such as `input_ids` and `attention_mask`.
+            GPT-2 or gpt-oss; bare or wrapped (DDP, PEFT, `torch.compile`).
+        **inputs: Arguments of its `forward`, such as `input_ids` and `attention_mask`.
 
     Returns:
-        `(layers, heads)` in float32 on the model's device: in LSGPT global heads first, in other models in the order
-        of query heads. The rows of layers with fewer heads than others end with zeros.
+        `(layers, heads)` in float32 on the model's device. LSGPT's global heads come first; other models keep the
+        order of their query heads. Rows of layers with fewer heads are padded with zeros.
 
     Raises:
-        ValueError: The model is no decoder, or does not call the interface.
+        ValueError: If the model is not a decoder or does not call the interface.
 
     ```python
     >>> from lsgpt import measure_max_logits
@@ -136,10 +136,10 @@ def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
 
 def causal_attention_layers(model: nn.Module) -> list[nn.Module]:
     """
-    The modules of a decoder of Transformers, alone or wrapped, that may call the attention interface, in order.
+    The modules of a Transformers decoder, bare or wrapped, that may call the attention interface, in order.
 
     Raises:
-        ValueError: No model of Transformers, one with an encoder, or one without causal attention.
+        ValueError: If `model` is not a Transformers model, has an encoder, or has no causal attention.
     """
     name = type(model).__name__
     decoder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -147,7 +147,7 @@ def causal_attention_layers(model: nn.Module) -> list[nn.Module]:
         raise ValueError(f"`model` must be a decoder of Transformers, alone or wrapped; got {name}")
     if decoder.config.is_encoder_decoder:
         raise ValueError(f"`model` must be a decoder alone; got {name}, which has an encoder")
-    # Encoders for images or sound, and cross-attention, say `is_causal = False` and are not looked at.
+    # Encoders for images or sound, and cross-attention, have `is_causal = False` and are skipped.
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", None) is True]
     if not layers:
         raise ValueError(
@@ -158,11 +158,11 @@ def causal_attention_layers(model: nn.Module) -> list[nn.Module]:
 
 class StandIn(AttentionInterface):
     """
-    Stands in for Transformers' `ALL_ATTENTION_FUNCTIONS` in the files of the measured layers, as long as somebody
-    measures them.
+    Replaces Transformers' `ALL_ATTENTION_FUNCTIONS` in the modules that define the measured layers, while they are
+    measured.
 
-    It hands out the same attention functions, also `eager` ones, which each model has for itself, with the measurement
-    in front. A compiled model notices that another object stands there, and compiles measured steps for themselves.
+    It returns the same attention functions, including each model's own `eager` function, wrapped with the measurement.
+    A compiled model notices that the object has changed, and compiles measured steps separately.
     """
 
     def __init__(self, interface: AttentionInterface):
@@ -171,7 +171,7 @@ class StandIn(AttentionInterface):
         self.users = 0
 
     def get_interface(self, attn_implementation, *args, **kwargs):
-        """As `AttentionInterface.get_interface`; the function that it returns also measures."""
+        """Like `AttentionInterface.get_interface`, but the returned function also measures."""
         return measuring(attn_implementation, self.interface.get_interface(attn_implementation, *args, **kwargs))
 
     def __getitem__(self, key):
@@ -179,7 +179,7 @@ class StandIn(AttentionInterface):
 
     @staticmethod
     def enter(layers: list[nn.Module]):
-        """Steps in where the layers' files look for attention functions."""
+        """Replaces the interfaces in which the layers look up attention functions."""
         for namespace, name in places_of_interfaces(layers):
             if not isinstance(namespace[name], StandIn):
                 namespace[name] = StandIn(namespace[name])
@@ -187,7 +187,7 @@ class StandIn(AttentionInterface):
 
     @staticmethod
     def leave(layers: list[nn.Module]):
-        """Undoes `enter`, unless somebody else measures layers of the same file."""
+        """Undoes `enter`, unless layers of the same file are still being measured."""
         for namespace, name in places_of_interfaces(layers):
             namespace[name].users -= 1
             if namespace[name].users == 0:
@@ -195,14 +195,14 @@ class StandIn(AttentionInterface):
 
 
 def places_of_interfaces(layers: list[nn.Module]) -> list[tuple[dict, str]]:
-    """The global variables of the layers' files that hold an `AttentionInterface`: namespaces and names."""
+    """The global variables in the layers' files that hold an `AttentionInterface`, as namespaces and names."""
     namespaces = [inspect.unwrap(type(layer).forward).__globals__ for layer in layers]
     distinct = {id(namespace): namespace for namespace in namespaces}.values()
     return [(space, name) for space in distinct for name, x in space.items() if isinstance(x, AttentionInterface)]
 
 
 def measuring(attn_implementation: str, attend: Callable) -> Callable:
-    """An attention function that measures the layers whose `max_logits` is set."""
+    """Wraps an attention function to also measure the layers whose `max_logits` is set."""
 
     @wraps(attend)
     def measure_and_attend(module, *args, **kwargs):
@@ -213,9 +213,9 @@ def measuring(attn_implementation: str, attend: Callable) -> Callable:
     return measure_and_attend
 
 
-@torch.compiler.disable  # it looks at the values of masks
+@torch.compiler.disable  # it inspects the values of masks
 def measure_call(engine: str, module: nn.Module, *args, **kwargs):
-    """Raises the running maximum of a layer to that of one call of its attention function."""
+    """Updates the running maximum of a layer with one call of its attention function."""
     new = max_logits_of_call(engine, module, *args, **kwargs)
     module.max_logits = torch.maximum(module.max_logits.to(new.device), new)
 
@@ -234,32 +234,32 @@ def max_logits_of_call(
     **kwargs,
 ) -> torch.Tensor:
     """
-    The maxima of the heads in one call of an attention function.
+    The largest logit of each head in one call of an attention function.
 
     Args:
         engine: The `attn_implementation`.
-        module: The attention module that calls.
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): What it passes, and so on with the other arguments, which are
-            those that Transformers' attention functions take.
+        module: The attention module that makes the call.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As passed by the module, like the other arguments, which are
+            those of Transformers' attention functions.
 
     Returns:
         `(H,)` in float32.
 
     Raises:
-        ValueError: The attention is not causal, or who sees whom cannot be told.
+        ValueError: If the attention is not causal, or it cannot be determined which keys each query may attend to.
     """
     num_heads, q_length, head_dim = query.shape[1:]
     scaling = head_dim**-0.5 if scaling is None else scaling
     name = type(module).__name__
     if cache is not None:
-        raise ValueError(f"logits cannot be measured with a paged cache, whose keys {name} does not have yet")
+        raise ValueError(f"logits cannot be measured with a paged cache, because {name} does not have its keys yet")
     is_unmasked = engine == "eager" and attention_mask is None and q_length > 1
     if is_causal is False or is_unmasked or key.shape[2] < q_length:
-        raise ValueError(f"logits are measured in causal attention only; that of {name} is not")
+        raise ValueError(f"logits are measured in causal attention only; that of {name} is not causal")
     if attention_mask is None and engine == "sdpa" and q_length > 1:
-        key = key[:, :, :q_length]  # as `sdpa` does: what follows are the empty slots of a static cache
+        key = key[:, :, :q_length]  # like `sdpa`: the rest are empty slots of a static cache
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        key = key[:, :, : attention_mask.shape[1]]  # the same with FlashAttention
+        key = key[:, :, : attention_mask.shape[1]]  # likewise with FlashAttention
     if attention_mask is None or len(attention_mask.shape) == 2:
         visibility = describe_without_mask(engine, query, key, attention_mask, **kwargs)
         return max_logits(query, key, scaling, visibility)
@@ -289,10 +289,10 @@ def describe_without_mask(
     **kwargs,
 ) -> Visibility:
     """
-    Who sees whom where the engine knows causality and the window, and at most padding `(B, S)` comes as a mask.
+    The visibility if the engine itself applies causality and the window, and gets at most a padding mask `(B, S)`.
 
-    FlashAttention, which has no masks, finds packed documents in `cu_seq_lens_q`, the numbers of tokens before each
-    document and before the end, or in the positions of a single row. Others get a mask for them.
+    FlashAttention has no masks: it finds packed documents from `cu_seq_lens_q`, the cumulative lengths of documents
+    starting at 0, or from the positions of a single row. Other engines get a mask for them.
     """
     batch_size, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
     documents = None
@@ -318,8 +318,8 @@ def describe_mask(
     query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | BlockMask, head: int = 0
 ) -> Visibility:
     """
-    Who sees whom where a mask says everything: `(B or 1, 1 or H, T, S)`, boolean or added to the logits, or a
-    FlexAttention mask. `head` says whose mask it is, where heads have their own.
+    The visibility if a mask determines everything: `(B or 1, 1 or H, T, S)`, boolean or additive, or a FlexAttention
+    mask. `head` selects the mask of one head if heads have different ones.
 
     A query that does not see its own key is padding, and does not count.
     """
@@ -340,13 +340,13 @@ def describe_mask(
         mask = attention_mask[:, head : head + 1, :, :kv_length].expand(batch_size, -1, q_length, -1)
         if mask.dtype != torch.bool:
             is_hidden = mask <= HIDDEN
-            # Transformers' own. As a boolean one it also shows pairs to which a softmax would give a weight of 0.
+            # A mask made by Transformers. As a boolean mask it also keeps pairs whose softmax weight would be 0.
             if (is_hidden | (mask == 0)).all():
                 mask = ~is_hidden
         visibility = Visibility(**sizes, mask=mask, device=query.device)
         sees_itself = mask[:, 0, :, past_length:].diagonal(dim1=-2, dim2=-1)
         sees_itself = sees_itself if mask.dtype == torch.bool else sees_itself > HIDDEN
-    # No query sees its key where the keys' end with the empty slots of a static cache: there, all queries count.
+    # If the keys end with empty slots of a static cache, no query sees its key here: then all queries count.
     if sees_itself.any() and not sees_itself.all():
         visibility.padding_mask = nn.functional.pad(sees_itself, (past_length, 0), value=True)
     return visibility
@@ -354,13 +354,13 @@ def describe_mask(
 
 @dataclass
 class FunctionVisibility(Visibility):
-    """Who sees whom as a function says, whose indices count from the first query and the first key of a call."""
+    """Visibility determined by a function, whose indices count from the first query and the first key of a call."""
 
     function: Callable | None = None
-    """Takes indices of sequence, query and key, and need not broadcast them."""
+    """Takes indices of sequence, query and key; it need not support broadcasting."""
 
     def sees(self, batch, head, query, key) -> torch.Tensor:
-        """As `Visibility.sees`, for indices `(B, 1, 1)`, query positions `(T, 1)` and key positions `(S,)`."""
+        """Like `Visibility.sees`, for indices `(B, 1, 1)`, query positions `(T, 1)` and key positions `(S,)`."""
         function = self.function
         for dims in ((None, None, 0), (None, 0, None), (0, None, None)):
             function = torch.vmap(function, dims)

@@ -1,6 +1,6 @@
 """
-The model. Its files travel inside a checkpoint: every file in this folder may import torch, Transformers and siblings
-only, and where it is used Triton.
+The LSGPT model. Its files are copied into checkpoints, so they may import only torch, Transformers, each other and,
+where it is needed, Triton.
 """
 
 from .attention_lsgpt import HeadGroup, LSGPTAttention

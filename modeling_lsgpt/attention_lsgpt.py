@@ -17,7 +17,7 @@ from .telemetry_lsgpt import max_logits
 
 class HeadGroup(nn.Module):
     """
-    The heads of one kind in one decoder layer. It owns one cache layer, and has the attributes that Transformers'
+    The heads of one kind in one decoder layer. A group owns one cache layer and has the attributes that Transformers'
     attention functions read from the module that calls them.
     """
 
@@ -25,7 +25,7 @@ class HeadGroup(nn.Module):
         super().__init__()
         self.config = config
         self.kind = kind
-        self.layer_idx = layer_idx  # of the cache layer, not of the decoder layer
+        self.layer_idx = layer_idx  # index of the cache layer, not of the decoder layer
         self.num_heads = num_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.num_key_value_heads = num_heads // self.num_key_value_groups
@@ -40,12 +40,12 @@ class HeadGroup(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """Probability of dropping an attention weight, now."""
+        """Probability of dropping an attention weight; 0 outside training."""
         return self.config.attention_dropout if self.training else 0.0
 
 
 class LSGPTAttention(nn.Module):
-    """Multi-head attention whose heads come in two groups: first the global heads, then the local ones."""
+    """Multi-head attention with two groups of heads: first the global heads, then the local ones."""
 
     def __init__(self, config: LSGPTConfig, layer_idx: int):
         super().__init__()
@@ -65,11 +65,11 @@ class LSGPTAttention(nn.Module):
             for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
         )
         num_local_heads = config.head_groups[layer_idx].get(LOCAL, 0)
-        # A logit for each local head, which no token has.
+        # One learned logit per local head, which belongs to no token.
         self.sinks = nn.Parameter(torch.zeros(num_local_heads)) if config.attention_sinks and num_local_heads else None
-        # Whether to attend in float32 under autocast and in half-precision models; a switch for comparisons.
+        # Whether to compute attention in float32 even under autocast and in half-precision models; for comparisons.
         self.in_float32 = False
-        # Running maximum of each head's |logit|, `(H,)` in float32, while somebody measures; see `telemetry_lsgpt`.
+        # Running maximum of each head's |logit|, `(H,)` in float32; `None` if not measured. See `telemetry_lsgpt`.
         self.max_logits: torch.Tensor | None = None
 
     def forward(
@@ -83,8 +83,8 @@ class LSGPTAttention(nn.Module):
         """
         Args:
             hidden_states (`(B, T, hidden_size)`): Normalised input of the layer.
-            attention_plan: The engine, and who sees whom.
-            position_embeddings: Cosines and sines `(B, T, D)` of rotary positions, or `None`.
+            attention_plan: The attention engine, and which keys each query may attend to.
+            position_embeddings: Cosines and sines `(B, T, D)` of the rotary embedding, or `None`.
             past_key_values: The cache, updated here.
 
         Returns:
@@ -101,7 +101,7 @@ class LSGPTAttention(nn.Module):
     def project(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> Heads:
-        """The queries, keys and values of the new tokens, all heads, normalised and rotated where the model does."""
+        """Projects the new tokens to queries, keys and values of all heads, with QK-norm and RoPE if configured."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         key = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -116,7 +116,7 @@ class LSGPTAttention(nn.Module):
         return Heads(tuple(self.head_groups), query, key, value, sinks)
 
     def attend(self, calls: list[Heads], plan: AttentionPlan, **kwargs) -> Attended:
-        """`AttentionPlan.attend`, in float32 where that is switched on."""
+        """Runs `AttentionPlan.attend`, in float32 if `in_float32` is set."""
         measure = self.max_logits is not None
         if not self.in_float32:
             return plan.attend(calls, measure, **kwargs)
@@ -126,7 +126,7 @@ class LSGPTAttention(nn.Module):
         return attended._replace(output=attended.output.to(query.dtype))
 
     def measure(self, by_kind: list[Heads], plan: AttentionPlan, attended: Attended):
-        """Raises the running maxima to those of this forward pass: the engine's own, or computed from the heads."""
+        """Updates the running maxima; computes those of this forward pass if the engine has not returned any."""
         new = attended.max_logits
         if new is None:
             new = torch.cat(

@@ -1,7 +1,7 @@
-"""The cache of global heads with room to grow: a new token is written into it, and what is there is not copied.
+"""A key/value cache for global heads with spare room: new tokens are written in place instead of copying the cache.
 
-Transformers' `DynamicLayer` copies all its keys and values for every new token. Beside local heads, whose caches have
-ended growing, that copy would be most of what a long context costs in decoding.
+Transformers' `DynamicLayer` copies all its keys and values for every new token. Since the caches of local heads stop
+growing, this copy would account for most of what a long context costs in decoding.
 
 Shapes: B batch, H_kv key/value heads, T new tokens, S keys, D `head_dim`.
 """
@@ -14,29 +14,29 @@ from transformers.utils.import_utils import is_tracing
 
 ROOM = 256
 """
-A cache of S keys gets room for S / 256 more. Then a token copies 256 keys of each global head on average, few beside
-what local heads move in their windows, and the memory stays within 0.4% of what is needed.
+When a cache of S keys is reallocated, it gets room for S / 256 more. Each new token then copies 256 keys per global
+head on average, few compared with what local heads move in their windows, and at most 0.4% of the memory is spare.
 """
 
 
 class GrowingLayer(DynamicLayer):
-    """`DynamicLayer` whose `keys` and `values` are the beginnings of tensors with room for more."""
+    """A `DynamicLayer` whose `keys` and `values` are views of the start of larger buffers."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        """As in `DynamicLayer`; nothing has room yet."""
+        """Initialises the layer like `DynamicLayer`, without spare room yet."""
         super().lazy_initialization(key_states, value_states)
         self.buffers = (self.keys, self.values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `(B, H_kv, T, D)`, and returns all keys and values, `(B, H_kv, S, D)`."""
+        """Appends keys and values `(B, H_kv, T, D)` and returns all of them, `(B, H_kv, S, D)`."""
         length = self.get_seq_length()
         needs_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        if length == 0 or needs_gradient or is_tracing(key_states):  # a prompt has the room that it needs
+        if length == 0 or needs_gradient or is_tracing(key_states):  # a prompt needs no spare room
             return super().update(key_states, value_states, *args, **kwargs)
         end = length + key_states.shape[-2]
-        # Beam search, a move to another device and the like have put other tensors in place of the views.
+        # Beam search, moves to another device and similar operations replace the views by other tensors.
         pairs = zip(self.buffers, (self.keys, self.values))
         if not all(_begins_with(buffer, states, end) for buffer, states in pairs):
             self.buffers = tuple(_with_room(states, end + max(end // ROOM, 1)) for states in (self.keys, self.values))
@@ -46,20 +46,20 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def offload(self):
-        """As in `DynamicLayer`; the room is given back."""
+        """Offloads the layer like `DynamicLayer`, and frees the spare room."""
         super().offload()
         self.buffers = (self.keys, self.values)
 
 
 def make_room(cache: Cache):
-    """Lets the layers of a dynamic cache that is still empty grow in place."""
+    """Replaces the empty layers of a dynamic cache by layers that grow in place."""
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[i] = GrowingLayer()
 
 
 def _begins_with(buffer: torch.Tensor, states: torch.Tensor, length: int) -> bool:
-    """Whether `states` are a buffer's beginning, and `length` tokens fit, and may be written now."""
+    """Whether `states` is a view of the start of `buffer`, which has room for `length` tokens and is writable."""
     return (
         buffer.data_ptr() == states.data_ptr()
         and buffer.stride() == states.stride()

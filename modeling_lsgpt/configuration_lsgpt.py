@@ -28,7 +28,7 @@ POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
 NORM_TYPES = ("layer_norm", "rms_norm")
 
 PARTS_WITH_BIAS = ("qkv_proj", "o_proj", "mlp", "norm")
-"""What `use_bias` can name: the three projections of the input, that of the attention's output, MLPs, layer norms."""
+"""Parts that `use_bias` can list: query, key and value projections; attention output projection; MLPs; layer norms."""
 
 # Where the Auto classes find the code inside a checkpoint, whichever of the four models was saved.
 AUTO_MAP = {
@@ -39,7 +39,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_lsgpt.LSGPTForTokenClassification",
 }
 
-# Keyword arguments that are no field and yet mean something to Transformers.
+# Keyword arguments that are not fields but have a meaning in Transformers.
 _TRANSFORMERS_KWARGS = {
     "_attn_implementation_internal",
     "_commit_hash",
@@ -66,41 +66,41 @@ _TRANSFORMERS_KWARGS = {
 @strict
 class LSGPTConfig(PreTrainedConfig):
     r"""
-    Configuration of an LSGPT model. The defaults are GPT-2 small's shape with 1 global head of 12 and a window of 100.
-    With `norm_type="rms_norm"`, `gated_mlp=True` and `position_embedding_type="rope"` the blocks are Llama's.
+    Configuration of an LSGPT model. The defaults give GPT-2 small's shape, with 1 of 12 heads global and a window of
+    100. With `norm_type="rms_norm"`, `gated_mlp=True` and `position_embedding_type="rope"`, the blocks are Llama's.
 
-    In every layer the first `num_global_heads` heads attend to the whole past; the others are *local*: a query at
-    position `q` sees the keys `k` with `q - sliding_window < k <= q`, that is `sliding_window` keys, its own included.
+    In every layer, the first `num_global_heads` heads attend to the whole past. The others are *local*: a query at
+    position `q` sees the keys `k` with `q - sliding_window < k <= q`: `sliding_window` keys, including its own.
 
     Args:
         vocab_size (`int`): Number of tokens.
         hidden_size (`int`): Width of the residual stream.
         num_hidden_layers (`int`): Number of decoder layers.
-        num_attention_heads (`int`): Number of query heads in each layer, both kinds together.
+        num_attention_heads (`int`): Number of query heads in each layer, global and local together.
         num_key_value_heads (`int`, *optional*): Number of key/value heads (grouped-query attention); defaults to
             `num_attention_heads`.
-        head_dim (`int`, *optional*): Width of one head, free of the other widths; defaults to
+        head_dim (`int`, *optional*): Width of one head, independent of the other widths; defaults to
             `hidden_size // num_attention_heads`.
         num_global_heads (`int` or `list[int]`): Number of global query heads in each layer, or one number for each
             layer. They come first. `num_attention_heads` gives plain multi-head attention, `0` an all-local model.
-            A multiple of the group size `num_attention_heads // num_key_value_heads`: no key/value head serves both
-            kinds.
-        sliding_window (`int`): Number of keys that a query of a local head sees, its own included; at least 2.
+            Must be a multiple of the group size `num_attention_heads // num_key_value_heads`, because a key/value head
+            cannot serve both kinds.
+        sliding_window (`int`): Number of keys that a query of a local head sees, including its own; at least 2.
         attention_sinks (`bool`): Whether each local head has a learned *sink*, a logit in the denominator of its
-            softmax that belongs to no token and has no value, so that the head can attend to nothing. It is always
-            there, as in gpt-oss (arXiv:2508.10925), also for queries whose window reaches the first token.
+            softmax that belongs to no token and has no value, so that the head can attend to nothing. As in gpt-oss
+            (arXiv:2508.10925), it is always present, even for queries whose window reaches the first token.
         intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
-        hidden_act (`str`): Activation of the MLP, a name that Transformers knows.
+        hidden_act (`str`): Activation of the MLP, by its name in Transformers.
         gated_mlp (`bool`): Whether the MLP is gated, `down(act(gate(x)) * up(x))`, as in Llama (SwiGLU with `"silu"`),
-            in place of `down(act(up(x)))`.
+            instead of `down(act(up(x)))`.
         max_position_embeddings (`int`): Longest sequence. A hard limit for `learned` positions only.
-        position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings (sinusoids as
-            they are, with amplitude 1), `"rope"` rotates queries and keys, `"none"` leaves the order to the causal
-            mask.
-        rope_parameters (`dict`, *optional*): Transformers' parameters of rotary embeddings; only with `"rope"`.
-        norm_type (`str`): Norms of the residual stream, `"layer_norm"` or `"rms_norm"`.
-        use_bias (`bool` or `list[str]`): Whether linear layers and layer norms have biases; or the parts that have
-            them, of `"qkv_proj"` (queries, keys and values), `"o_proj"`, `"mlp"` and `"norm"`.
+        position_embedding_type (`str`): `"learned"` and `"sinusoidal"` are added to the token embeddings (sinusoids
+            unscaled, with amplitude 1), `"rope"` rotates queries and keys, and with `"none"` only the causal mask
+            conveys the order.
+        rope_parameters (`dict`, *optional*): Parameters of rotary embeddings, as in Transformers; only with `"rope"`.
+        norm_type (`str`): Type of the norms over the residual stream, `"layer_norm"` or `"rms_norm"`.
+        use_bias (`bool` or `list[str]`): Whether linear layers and layer norms have biases; or a list of the parts
+            that have them, out of `"qkv_proj"` (queries, keys and values), `"o_proj"`, `"mlp"` and `"norm"`.
         qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).
         attn_logit_softcapping (`float`, *optional*): If set to `c`, the logits `z` become `c * tanh(z / c)`.
         attention_dropout (`float`): Dropout of the attention weights.
@@ -114,7 +114,7 @@ class LSGPTConfig(PreTrainedConfig):
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): Special tokens.
 
     Raises:
-        ValueError: A value, or a combination of values, that no model can have; the message names field, rule, value.
+        ValueError: If a value or a combination of values is invalid; the message names the field, rule and value.
 
     ```python
     >>> from lsgpt import LSGPTConfig, LSGPTForCausalLM
@@ -166,13 +166,13 @@ class LSGPTConfig(PreTrainedConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.rope_parameters is None and self.position_embedding_type == "rope":
             self.rope_parameters = {}  # Transformers fills in its defaults
-        # Here too, because `@strict` validates later and wraps what it finds in an error that is no `ValueError`.
+        # Validate here too: `@strict` validates later, and wraps errors in a type that is not a `ValueError`.
         self.validate_architecture()
 
         for name in sorted(kwargs.keys() - _TRANSFORMERS_KWARGS):
             near = difflib.get_close_matches(name, self.__dataclass_fields__, n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
-            logger.warning(f"LSGPTConfig has no field `{name}`, nothing in the model reads it{hint}")
+            logger.warning(f"LSGPTConfig has no field `{name}`; the model does not use it{hint}")
         kwargs.pop("layer_types", None)  # derived, see the property below
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
@@ -182,10 +182,10 @@ class LSGPTConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """
-        Checks the values against each other. Runs on construction, when a model is built, and on save.
+        Checks the values and their combination. Runs on construction, when a model is built, and on save.
 
         Raises:
-            ValueError: A value, or a combination of values, that no model can have.
+            ValueError: If a value or a combination of values is invalid.
         """
 
         def require(condition: bool, field: str, rule: str):
@@ -251,7 +251,7 @@ class LSGPTConfig(PreTrainedConfig):
             require(
                 not rope.keys() & {GLOBAL, LOCAL},
                 "rope_parameters",
-                "one set of parameters: both kinds of heads are rotated alike",
+                "one set of parameters, because both kinds of heads are rotated alike",
             )
             for name in ("rope_theta", "factor"):
                 value = rope.get(name, 1.0)
@@ -263,7 +263,7 @@ class LSGPTConfig(PreTrainedConfig):
             require(
                 rope.get("rope_type", "default") in rope_types,
                 "rope_parameters",
-                f"of a `rope_type` among {', '.join(rope_types)}",
+                f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}",
             )
             require(
                 rope.get("partial_rotary_factor", 1.0) == 1.0,
@@ -286,7 +286,7 @@ class LSGPTConfig(PreTrainedConfig):
             require(0 < getattr(self, field) < math.inf, field, "positive and finite")
 
     def validate_layer_type(self):
-        """Nothing to check: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""
+        """Does nothing: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""
 
     @property
     def num_global_heads_per_layer(self) -> list[int]:
@@ -297,7 +297,7 @@ class LSGPTConfig(PreTrainedConfig):
 
     @property
     def head_groups(self) -> list[dict[str, int]]:
-        """For each decoder layer, `{kind: number of query heads}`: `GLOBAL` before `LOCAL`, without empty kinds."""
+        """For each decoder layer, `{kind: number of query heads}`: `GLOBAL` before `LOCAL`, omitting empty kinds."""
         return [
             {kind: n for kind, n in ((GLOBAL, count), (LOCAL, self.num_attention_heads - count)) if n}
             for count in self.num_global_heads_per_layer
@@ -307,13 +307,13 @@ class LSGPTConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """
         The kind of every *cache layer*, in order. A decoder layer owns one cache layer for each kind of head that it
-        has: with this, Transformers' own caches give local heads a window and global heads everything.
+        has, so Transformers' own caches keep a window for local heads and everything for global heads.
         """
         return [kind for groups in self.head_groups for kind in groups]
 
     @property
     def per_layer_config(self) -> list["LSGPTConfig"]:
-        """One view of this configuration per cache layer, with the head counts of that cache layer."""
+        """One shallow copy of this configuration per cache layer, with that layer's head counts."""
         views = []
         for groups in self.head_groups:
             for num_heads in groups.values():
@@ -340,10 +340,11 @@ class LSGPTConfig(PreTrainedConfig):
         Number of trainable parameters.
 
         Each layer has the query and output projections, `2 * d * H * D`, the key and value projections,
-        `2 * d * H_kv * D`, an MLP of `2 * d * f`, or `3 * d * f` if it is gated, and two norms of `d`; outside the
-        layers stand the final norm, the token embeddings `V * d`, as many for an untied head, and `P * d` learned
-        positions. A projection with biases has as many as outputs, a layer norm `d` (the head has none); `qk_norm`
-        adds `2 * D` a layer, sinks 1 for each local head. Else the split into kinds of heads changes nothing.
+        `2 * d * H_kv * D`, an MLP of `2 * d * f`, or `3 * d * f` if it is gated, and two norms of `d`. Outside the
+        layers are the final norm, the token embeddings `V * d`, as many again for an untied `lm_head`, and `P * d`
+        learned positions. A projection with biases has one per output, a layer norm `d` (`lm_head` has none).
+        `qk_norm` adds `2 * D` per layer, sinks add 1 per local head. Otherwise the split into global and local heads
+        does not change the number.
         """
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_hidden_layers
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -362,14 +363,14 @@ class LSGPTConfig(PreTrainedConfig):
 
     def flops_per_token(self, length: int) -> float:
         """
-        Floating-point operations of the forward pass per token, the mean over a sequence of `length` tokens.
+        Floating-point operations of the forward pass per token, averaged over a sequence of `length` tokens.
 
         Every weight of a matrix takes part in one multiplication and one addition per token: 2 operations (`lm_head`
-        included; embeddings are look-ups). A head with `D` dimensions spends 2 `D` on the score of a key that it sees
-        and 2 `D` on adding its value: `4 * D` per visible key. The query at position `t = 1..n` sees `t` keys in a
+        included; embeddings are look-ups). A head with `D` dimensions spends `2 * D` on the score of a visible key and
+        `2 * D` on adding its value: `4 * D` per visible key. The query at position `t = 1..n` sees `t` keys in a
         global head, `min(t, W)` in a local one; the means are `(n + 1) / 2` and, for `n > W`,
-        `W - W * (W - 1) / (2 * n)`. Masked-out pairs are not counted, softmax and norms neither. The backward pass
-        takes twice as much again.
+        `W - W * (W - 1) / (2 * n)`. Masked-out pairs, softmax and norms are not counted. The backward pass takes
+        twice as many operations.
         """
         n, window = length, min(length, self.sliding_window)
         visible_keys = {GLOBAL: (n + 1) / 2, LOCAL: window - window * (window - 1) / (2 * n)}
@@ -381,9 +382,9 @@ class LSGPTConfig(PreTrainedConfig):
         """
         Size in bytes of one sequence's key/value cache after `length` tokens.
 
-        A key/value head keeps a key and a value of `D` numbers per token: of every token for a global head, of the
-        last `W` for a local one (`StaticCache` holds `W`, `DynamicCache` `W - 1`). Against multi-head attention that
-        is a share of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
+        A key/value head keeps a key and a value of `D` numbers per token: for all tokens in a global head, for the
+        last `W` in a local one (`StaticCache` holds `W`, `DynamicCache` `W - 1`). Relative to multi-head attention,
+        this is a fraction of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
         """
         tokens = {GLOBAL: length, LOCAL: min(length, self.sliding_window)}
         stored = sum(

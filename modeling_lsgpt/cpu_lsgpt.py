@@ -1,7 +1,7 @@
-"""What makes the model fast on a CPU. Everything here computes what a plain function of PyTorch does, in other pieces:
+"""CPU optimisations. Everything here computes the same as a plain PyTorch function, but divides the work differently:
 local heads in blocks and with sinks (on other devices too), the backward pass of a few global heads on all cores,
-narrow heads filled up with zeros, the product of a matrix with a single row on all cores. Nobody needs it to
-understand the model.
+narrow heads padded with zeros, the product of a matrix with a single row on all cores. You can understand the model
+without this file.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
 a block, P parts.
@@ -18,20 +18,20 @@ from .visibility_lsgpt import Visibility
 
 MIN_BLOCK_LENGTH = 64
 """
-Queries in a block of local heads, at least. Shorter blocks see fewer keys in vain; longer ones make fewer copies of a
-key's gradient. On the CPU, 32 was a tenth faster forward and a tenth slower backward.
+Minimum number of queries in a block of local heads. Shorter blocks process fewer masked keys; longer ones make fewer
+copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and a tenth slower in the backward pass.
 """
 
 MIN_PART_LENGTH = 512
-"""Queries in a part of `causal_attention_forward`, at least; shorter ones cost more than they gain."""
+"""Minimum number of queries in a part of `causal_attention_forward`; shorter parts cost more than they gain."""
 
 
 MIN_HEAD_DIM = 16
-"""Width to which heads narrower than 12 are filled up: PyTorch's kernel takes two thirds of the time then."""
+"""Width to which heads narrower than 12 are padded; PyTorch's kernel then takes two thirds of the time."""
 
 
 def head_dim_to_compute(query: torch.Tensor) -> int:
-    """The width with which `scaled_dot_product_attention` is fastest for heads `(B, H, T, D)`: D, or a little more."""
+    """The width at which `scaled_dot_product_attention` is fastest for queries `(B, H, T, D)`: D, or a little more."""
     head_dim = query.shape[-1]
     is_worth_a_copy = query.device.type == "cpu" and not is_tracing(query) and query.shape[2] > 1
     return MIN_HEAD_DIM if is_worth_a_copy and head_dim < 12 else head_dim
@@ -39,7 +39,7 @@ def head_dim_to_compute(query: torch.Tensor) -> int:
 
 def blocked_mask(visibility: Visibility) -> torch.Tensor:
     """
-    The mask where blocks of C queries meet the C + W - 1 keys that their window reaches.
+    The mask between blocks of C queries and the C + W - 1 keys that their windows reach.
 
     Returns:
         `(B or 1, N, 1, C, C + W - 1)`, True where a query may attend, for `blocked_attention_forward`.
@@ -52,7 +52,7 @@ def blocked_mask(visibility: Visibility) -> torch.Tensor:
     key = first_query + torch.arange(block_length + window - 1, device=device) - (window - 1)
     end = q_offset + visibility.q_length
     batch = torch.arange(visibility.batch_size, device=device)[:, None, None, None]
-    # Blocks reach beyond both ends of the sequence; tokens are looked up, so their positions are kept inside.
+    # Blocks extend beyond both ends of the sequence, so positions are clamped for looking up their tokens.
     inside = (key >= visibility.kv_offset) & (key < end)
     mask = visibility.sees(batch, 0, query.clamp(max=end - 1), key.clamp(min=visibility.kv_offset, max=end - 1))
     return (mask & inside)[:, :, None]
@@ -70,17 +70,17 @@ def blocked_attention_forward(
     """
     Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
 
-    The queries are cut into N blocks of C. Block `i` can see C + W - 1 keys, its own and the W - 1 before, so one
-    small `scaled_dot_product_attention` does it, whose batch are the blocks. The query heads that share a key/value
-    head stand below each other in the block, and the keys are not repeated.
+    The queries are cut into N blocks of C. A block can see C + W - 1 keys, its own and the W - 1 before, so one small
+    `scaled_dot_product_attention` with the blocks as its batch is enough. Query heads that share a key/value head are
+    stacked along the query axis of the block, so keys are not repeated.
 
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query. Keys that no query's window reaches may be missing.
-        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): What the function of this name returns.
+        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
         scaling: Factor of the dot products.
         dropout: Probability of dropping an attention weight.
-        sinks (`(H,)`, *optional*): Logits in the denominators of the softmax.
+        sinks (`(H,)`, *optional*): One extra logit per head in the softmax's denominator.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -93,7 +93,7 @@ def blocked_attention_forward(
     tail = num_blocks * block_length - q_length
 
     query = query.transpose(1, 2)
-    if is_tracing(query) or tail:  # an exported program is for lengths with and without a tail
+    if is_tracing(query) or tail:  # an exported program must handle lengths with and without a tail
         query = F.pad(query, (0, 0, 0, 0, 0, tail))
     query = query.reshape(batch_size * num_blocks, block_length, num_kv_heads, groups, head_dim)
     query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -114,9 +114,9 @@ class _CutKeys(torch.autograd.Function):
     """
     Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * N, H_kv, C + W - 1, D)`.
 
-    The spans overlap. On the CPU those of a single sequence are views of one padded copy. PyTorch's own gradient of
-    such views adds up element by element; here a span is taken apart into pieces of C keys or less, which are added
-    for all blocks together.
+    The spans overlap. On the CPU, the spans of a single sequence are views of one padded copy. PyTorch's own gradient
+    of such views is summed element by element. Here, each span is split into pieces of at most C keys, and each piece
+    is added for all blocks at once.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class _CutKeys(torch.autograd.Function):
         ctx.sizes = num_blocks, block_length, missing, keys.shape
         keys = F.pad(keys.transpose(1, 2), (0, 0, 0, 0, missing, tail))
         spans = keys.unfold(1, past + block_length, block_length).transpose(3, 4).flatten(0, 1)
-        # Only the CPU's kernels are known to take overlapping inputs.
+        # Only the CPU's kernels are known to accept overlapping inputs.
         return spans if keys.device.type == "cpu" else spans.contiguous()
 
     @staticmethod
@@ -151,13 +151,13 @@ def sink_attention_forward(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """
-    `scaled_dot_product_attention` with a sink in every head's softmax, which PyTorch's function does not know.
+    `scaled_dot_product_attention` with a sink in every head's softmax, which PyTorch's function does not support.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The heads.
-        mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or added to the logits; `None` where every
-            query sees every key.
-        sinks (`(H,)`): Logits in the denominators of the softmax.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): As for PyTorch's function.
+        mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or additive; `None` if every query sees
+            every key.
+        sinks (`(H,)`): One extra logit per head in the softmax's denominator.
         scaling: Factor of the dot products.
         dropout: Probability of dropping an attention weight.
 
@@ -166,7 +166,7 @@ def sink_attention_forward(
     """
     num_kv_heads, q_length = key.shape[1], query.shape[2]
     groups = query.shape[1] // num_kv_heads
-    # As in blocks, the query heads that share a key/value head stand below each other.
+    # As in blocks, query heads that share a key/value head are stacked along the query axis.
     query = query.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)
     sinks = sinks.view(num_kv_heads, groups).repeat_interleave(q_length, dim=1)
     if mask is not None and q_length > 1:
@@ -176,12 +176,12 @@ def sink_attention_forward(
 
 
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
-    """`sink_attention_forward` for as many heads of queries as of keys, `sinks` `(H, T)`: outputs `(B, H, T, D)`."""
+    """`sink_attention_forward` for equally many query and key heads, `sinks` `(H, T)` and outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not is_tracing(query) and not torch.is_autocast_enabled("cpu")
     if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
         return _SinkAttention.apply(query, key, value, mask, sinks, scaling)
-    # The sink as one more key: in a dimension that only this key has, the queries have the sink's logit. Its value is
-    # 0. A kernel's heads are multiples of 8 wide.
+    # The sink becomes one more key, with a value of 0. In an extra dimension, this key is 1, the others are 0, and the
+    # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
     head_dim = query.shape[-1]
     width = 8 - head_dim % 8
     sinks = (sinks / scaling).to(query.dtype)[None, :, :, None].expand(query.shape[0], -1, -1, 1)
@@ -197,10 +197,10 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
 
 class _SinkAttention(torch.autograd.Function):
     """
-    Attention with sinks from the operators that `scaled_dot_product_attention` itself calls on the CPU.
+    Attention with sinks, using the operators that `scaled_dot_product_attention` itself calls on the CPU.
 
-    They return the log-sum-exp of a row's logits, which says what share of its weight the sink leaves to the row; and
-    given the log-sum-exp with the sink, the backward pass computes with the weights that there are.
+    The forward operator also returns the log-sum-exp of each row of logits, which determines the share of weight that
+    the sink leaves to the keys. Given the log-sum-exp with the sink, the backward operator uses the actual weights.
     """
 
     @staticmethod
@@ -228,8 +228,8 @@ class _SinkAttention(torch.autograd.Function):
 
 def num_causal_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """
-    Number of parts P in which `causal_attention_forward` can keep more of the CPU's threads busy than there are heads;
-    1 where it has nothing to offer: elsewhere, without gradients, or with heads enough.
+    Number of parts P with which `causal_attention_forward` keeps more CPU threads busy than there are heads; 1 if it
+    does not help: on other devices, without gradients, or with enough heads.
     """
     q_length, kv_length = query.shape[2], key.shape[2]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -244,18 +244,18 @@ def causal_attention_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, num_parts: int
 ) -> torch.Tensor:
     """
-    `scaled_dot_product_attention` of a few causal heads on the CPU, with a backward pass in parallel.
+    `scaled_dot_product_attention` of a few causal heads on the CPU, with a parallel backward pass.
 
-    PyTorch's backward pass on the CPU takes one thread for each head of each sequence, so a single global head keeps
-    one core busy. Here it is given P heads in place of one, in P calls:
+    PyTorch's backward pass on the CPU uses one thread for each head of each sequence, so a single global head keeps
+    only one core busy. Here, each head is replaced by P heads, in P calls of the backward operator:
 
-    - The T queries are cut into P parts. The pairs of a part's queries with the keys of the same part are a causal
-      problem of T / P queries; the P parts are the heads of one call.
-    - The queries of part `i` also see all keys of the parts before it, without a mask. For each of the P - 1 parts
-      that have such keys that is one call, whose heads are P equal pieces of the part's queries.
+    - The T queries are cut into P parts. Attention of a part's queries to the keys of the same part is a causal
+      problem of length T / P; the P parts are the heads of one call.
+    - The queries of a part also see all keys of the parts before it, without a mask. Each of the P - 1 parts that have
+      such keys takes one call, whose heads are P equal pieces of the part's queries.
 
-    The pieces have T / P² queries, so T is filled up to a multiple of P² with queries whose gradients are zeros. The
-    log-sum-exp of the forward pass, which is that of whole rows, makes the gradients of all calls add up.
+    The pieces have T / P² queries, so T is padded to a multiple of P² with queries whose gradients are zero. The
+    gradients of all calls add up, because all use the log-sum-exp of whole rows from the forward pass.
 
     Args:
         query, key, value (`(B, H, T, D)`): Each query sees the keys up to its own position.
@@ -269,7 +269,7 @@ def causal_attention_forward(
 
 
 class _CausalAttention(torch.autograd.Function):
-    """See `causal_attention_forward`. The operators are those that `scaled_dot_product_attention` itself calls."""
+    """See `causal_attention_forward`. Uses the operators that `scaled_dot_product_attention` itself calls."""
 
     @staticmethod
     def forward(ctx, query, key, value, scaling: float, num_parts: int):
@@ -299,7 +299,7 @@ class _CausalAttention(torch.autograd.Function):
         for begin in range(part_length, query.shape[2], part_length):
             part = slice(begin, begin + part_length)
             pieces = [_rows_to_heads(x[:, :, part], num_parts) for x in rows]
-            # Every piece meets the same keys, those before the part.
+            # Every piece attends to the same keys, those before the part.
             keys, values = (x[:, :, :begin].repeat_interleave(num_parts, dim=1) for x in (key, value))
             gradients = _differentiate(*pieces, keys, values, False, ctx.scaling)
             q_gradient[:, :, part] += _heads_to_rows(gradients[0], num_parts)
@@ -319,17 +319,17 @@ def _heads_to_rows(x: torch.Tensor, num_parts: int) -> torch.Tensor:
 
 
 def _differentiate(gradient, query, output, lse, key, value, is_causal: bool, scaling: float):
-    """The gradients of query, key and value."""
+    """Gradients of query, key and value."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(gradient, query, key, value, output, lse, 0.0, is_causal, scale=scaling)
 
 
 class Linear(nn.Linear):
     """
-    `nn.Linear`, which on the CPU multiplies a single row in float32 on all threads.
+    `nn.Linear` that uses all CPU threads for a single input row in float32.
 
-    Decoding reads every weight once for each token. PyTorch's product of a matrix with one row does that on one core;
-    as a batch of products, one for each thread with its share of the weight's rows, it takes all of them.
+    Decoding reads every weight once for each token. PyTorch multiplies a matrix by a single row on one core. A batch
+    of products, one for each thread with its share of the weight's rows, uses all cores.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The engines: what computes attention, chosen once in a forward pass by `attn_implementation`.
+"""The attention engines, one of which is chosen per forward pass according to `attn_implementation`.
 
-An engine is one class and one row of `ENGINES`. It says what it cannot do, makes the form that it needs of who sees
-whom, and attends. `docs/attention.md` shows how to add one.
+An engine is one class and one entry of `ENGINES`. It rejects what it does not support, converts a `Visibility` into
+the form that it needs, such as a dense mask, and computes attention. `docs/attention.md` shows how to add one.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -36,108 +36,108 @@ from .visibility_lsgpt import Visibility
 
 
 NO_SINK = -1e4
-"""The sink of a head that has none, where all heads of a layer are served together: its weight is exactly 0."""
+"""Logit for heads without a sink when all heads of a layer are computed together; its weight is exactly 0."""
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of the heads of one kind in a layer, or of all its heads, global ones first."""
+    """Queries, keys and values of one kind of head in a layer, or of all its heads with the global ones first."""
 
     groups: tuple[nn.Module, ...]
-    """The `HeadGroup`s whose heads these are. Transformers' attention functions read the first one's attributes."""
+    """The `HeadGroup`s of these heads. Transformers' attention functions read the attributes of the first one."""
     query: torch.Tensor
     """`(B, H, T, D)`."""
     key: torch.Tensor
-    """`(B, H_kv, S, D)`, as `value`: the cached ones and those of the new tokens."""
+    """`(B, H_kv, S, D)`, like `value`: of the cached and the new tokens."""
     value: torch.Tensor
     sinks: torch.Tensor | None = None
-    """`(H,)`: a logit of each head that stands in the softmax's denominator, and has no value; or no head has one."""
+    """`(H,)`, one extra logit per head in the softmax's denominator, without a value; `None` if no head has one."""
 
     @property
     def group(self) -> nn.Module:
-        """The first group: what all groups of a layer have in common can be read from it."""
+        """The first group, from which attributes shared by all groups of a layer can be read."""
         return self.groups[0]
 
     @property
     def kind(self) -> str:
-        """The kind of the first group, whose entries of an `AttentionPlan` are for these heads."""
+        """The kind of the first group, the key under which an `AttentionPlan` has the entries for these heads."""
         return self.group.kind
 
     def split(self) -> list["Heads"]:
-        """One for each kind of head."""
+        """Splits the heads by kind."""
         num_heads = [group.num_heads for group in self.groups]
         kv_heads = [group.num_key_value_heads for group in self.groups]
         queries, keys, values = (x.split(n, 1) for x, n in zip(self[1:4], (num_heads, kv_heads, kv_heads)))
         result = [Heads((group,), *tensors) for group, *tensors in zip(self.groups, queries, keys, values)]
-        if self.sinks is not None:  # then the last are local
+        if self.sinks is not None:  # then the last group is local
             result[-1] = result[-1]._replace(sinks=self.sinks[-num_heads[-1] :])
         return result
 
     def update_cache(self, past_key_values: Cache | None) -> "Heads":
-        """Adds keys and values to the cache layer of their kind, and takes those to attend to from there."""
+        """Adds keys and values to the cache layer of these heads, and returns the heads with all keys to attend to."""
         if past_key_values is None:
             return self
         layer_idx = self.group.layer_idx
         length, _ = past_key_values.get_mask_sizes(self.key.shape[2], layer_idx)
         key, value = past_key_values.update(self.key, self.value, layer_idx)
-        # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than it announced.
+        # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than `length` keys.
         return self._replace(key=key[:, :, -length:], value=value[:, :, -length:])
 
     @property
     def num_global_heads(self) -> int:
-        """Number of query heads that are global."""
+        """Number of global query heads."""
         return sum(group.num_heads for group in self.groups if group.kind == GLOBAL)
 
     def to(self, dtype: torch.dtype) -> "Heads":
-        """The same in another precision."""
+        """Returns the heads in another precision."""
         return Heads(self.groups, *(x if x is None else x.to(dtype) for x in self[1:]))
 
 
 class Attended(NamedTuple):
-    """What an engine returns."""
+    """The result of an engine."""
 
     output: torch.Tensor
     """`(B, T, H, D)`."""
     weights: torch.Tensor | None = None
-    """`(B, H, T, S)`, where they were asked for and the engine has them."""
+    """`(B, H, T, S)`, if requested and supported by the engine."""
     max_logits: torch.Tensor | None = None
-    """The largest `|q . k * scaling|` of each head, `(H,)` in float32, where it is a by-product."""
+    """The largest `|q . k * scaling|` of each head, `(H,)` in float32, if the engine computes it on the way."""
 
 
 class Engine:
-    """An engine. Sub-classes need `attend`, and the other methods as far as they differ from these."""
+    """Base class of engines. Subclasses implement `attend`, and override other methods where they differ."""
 
     def refuse(self, config: LSGPTConfig, heads: Heads):
-        """Raises `ValueError`, with the remedy, for what the engine cannot do: with such a model, or such tensors."""
+        """Raises `ValueError`, with a remedy, if the engine does not support the model or the tensors."""
 
     def form(self, visibility: Visibility) -> Any:
         """
-        Who sees whom as `attend` takes it; called once in a forward pass for each kind of head. Raises `ValueError`,
-        with the remedy, for what the engine has no form for.
+        Converts a visibility to the form that `attend` takes. Called once per forward pass for each kind of head.
+        Raises `ValueError`, with a remedy, if the engine has no form for it.
         """
         return visibility.dense()
 
     def form_of_all_heads(self, config: LSGPTConfig, visibility: dict[str, Visibility]) -> Any:
         """
-        The form with which one call serves all heads of every layer, where nothing has been cached; `None` where the
-        engine takes each kind of head by itself.
+        The form with which one call per layer computes all heads, if nothing has been cached; `None` if the engine
+        needs a separate call for each kind of head.
         """
         return None
 
     def attend(self, heads: Heads, form: Any, measure: bool = False, **kwargs) -> Attended:
         """
-        Attention of one kind of head, or of all if their `form` is that of all heads. With `measure` somebody wants
-        `max_logits` of engines that have them; `kwargs` are what the caller of the model passed on.
+        Computes attention for one kind of head, or for all heads if `form` is from `form_of_all_heads`. `measure`
+        requests `max_logits` from engines that have them; `kwargs` come from the caller of the model.
         """
         raise NotImplementedError
 
 
 def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
     """
-    The weights `(B, H, T, S)` that each query gives to each key, in the queries' precision after a softmax in float32.
+    The weights `(B, H, T, S)` of each key for each query, in the queries' precision after a softmax in float32.
 
-    `mask` `(B or 1, 1, T, S)` is boolean, True where a query may attend; or it is added to the logits. With a boolean
-    one the weights of other pairs are exactly 0, also where a query may see nothing at all. What a sink takes is
-    missing from the sum of a query's weights.
+    `mask` `(B or 1, 1, T, S)` is boolean, True where a query may attend, or additive. With a boolean mask, the weights
+    of masked pairs are exactly 0, even if a query may see nothing at all. With a sink, a query's weights sum to less
+    than 1, because the sink's share is not included.
     """
     group, key = heads.group, repeat_kv(heads.key, heads.group.num_key_value_groups)
     logits = torch.matmul(heads.query, key.transpose(2, 3)) * group.scaling
@@ -154,7 +154,7 @@ def eager_attention_weights(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
 
 
 class EagerEngine(Engine):
-    """Attention written out, the reference for the others; the only engine with attention weights."""
+    """Attention written out in PyTorch: the reference for other engines, and the only one with attention weights."""
 
     def attend(self, heads, form, measure=False, **kwargs):
         value = repeat_kv(heads.value, heads.group.num_key_value_groups)
@@ -162,10 +162,12 @@ class EagerEngine(Engine):
 
     def attend_with_weights(self, calls: list[Heads], forms: list[torch.Tensor], offsets: list[int]) -> Attended:
         """
-        For all kinds of heads, whose first keys stand at positions `offsets`, with the weights over all keys.
+        Attends for all kinds of heads, and also returns the weights; `offsets` are the positions of each kind's first
+        key.
 
-        It goes through one tensor of weights for all heads: those of local heads, whose cache begins later, on the
-        full key axis. The outputs are computed from that tensor, so gradients reach what the caller is given.
+        The weights of all heads are joined in one tensor over all keys, in which those of local heads are padded
+        because their cache begins later. The outputs are computed from this tensor, so gradients flow through the
+        weights that the caller receives.
         """
         weights = [eager_attention_weights(heads, form) for heads, form in zip(calls, forms)]
         lengths = [heads.key.shape[2] for heads in calls]
@@ -180,15 +182,15 @@ class EagerEngine(Engine):
 
 
 class SdpaEngine(Engine):
-    """PyTorch's `scaled_dot_product_attention`; sequences of local heads in blocks, whose cost is linear."""
+    """PyTorch's `scaled_dot_product_attention`. Local heads process sequences in blocks, at linear cost."""
 
     def form(self, visibility):
-        """`None` where causality is all, blocks of five dimensions, or a dense mask of four."""
+        """`None` if no mask is needed besides causality, a blocked mask (5-D), or a dense mask (4-D)."""
         v = visibility
         window = v.window or v.kv_length
         if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
             return blocked_mask(v)
-        # An exported program would have causality without a mask built in, also for single queries after a cache.
+        # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
         if not is_torchdynamo_exporting():
             is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
             has_all = v.padding_mask is None and v.documents is None and v.mask is None
@@ -216,19 +218,19 @@ class SdpaEngine(Engine):
 
 
 def attend_through_transformers(name: str, heads: Heads, mask: Any, **kwargs) -> Attended:
-    """An attention function of Transformers, with the arguments that all of them take."""
+    """Calls an attention function of Transformers with the arguments that all of them take."""
     group, (_, query, key, value, sinks) = heads.group, heads
     if group.softcap is not None:
         kwargs["softcap"] = group.softcap
     if sinks is not None:
-        kwargs["s_aux"] = sinks  # so Transformers calls them
+        kwargs["s_aux"] = sinks  # Transformers' name for sinks
     attend = ALL_ATTENTION_FUNCTIONS[name]
     options = {"dropout": group.dropout, "scaling": group.scaling, "sliding_window": group.sliding_window}
     return Attended(attend(group, query, key, value, mask, **options, **kwargs)[0])
 
 
 class TransformersEngine(Engine):
-    """Whatever is registered with Transformers' `AttentionInterface`; it gets a dense mask."""
+    """Any function registered with Transformers' `AttentionInterface`; it gets a dense mask."""
 
     def __init__(self, name: str):
         self.name = name
@@ -238,7 +240,7 @@ class TransformersEngine(Engine):
 
 
 class FlashEngine(TransformersEngine):
-    """FlashAttention, whose package reads padding from a 2-D mask and packed documents from the positions."""
+    """FlashAttention, which gets padding as a 2-D mask and finds packed documents by their positions."""
 
     def refuse(self, config, heads):
         query = heads.query
@@ -248,22 +250,22 @@ class FlashEngine(TransformersEngine):
                 f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
                 'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
             )
-        # Transformers would leave the sinks out, and say nothing.
+        # Transformers would silently ignore the sinks.
         if heads.sinks is not None and not _flash_takes_sinks(self.name):
             raise ValueError(
-                f"`attention_sinks` need a FlashAttention whose functions take `s_aux` or `learnable_sink`; that of "
-                f'"{self.name}" does not. Use attn_implementation="flash_attention_4", "triton" or "sdpa"'
+                f"`attention_sinks` need a FlashAttention whose functions take `s_aux` or `learnable_sink`; those of "
+                f'"{self.name}" do not. Use attn_implementation="flash_attention_4", "triton" or "sdpa"'
             )
 
     def form(self, visibility):
-        """Padding `(B, S)`, or `None` where there is none."""
+        """Padding mask `(B, S)`, or `None` if there is no padding."""
         v = visibility
         if v.mask is not None:
-            raise ValueError('FlashAttention takes no 4-D `attention_mask`; use attn_implementation="sdpa" for it')
+            raise ValueError('FlashAttention does not support a 4-D `attention_mask`; use attn_implementation="sdpa"')
         if v.documents is not None and (v.batch_size > 1 or v.padding_mask is not None or not v.is_square):
             raise ValueError(
-                "FlashAttention takes packed documents in one row without padding and without a cache before it; pass "
-                'a batch of 1 at once, or use attn_implementation="sdpa"'
+                "FlashAttention supports packed documents only in a single row without padding and without a cache; "
+                'pass a batch of 1 in one forward pass, or use attn_implementation="sdpa"'
             )
         return None if v.padding_mask is None else v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
 
@@ -275,14 +277,14 @@ def _flash_takes_sinks(name: str) -> bool:
 
 
 class FlexEngine(Engine):
-    """PyTorch's FlexAttention, which compiles a kernel for the mask; one call for both kinds of heads where it can."""
+    """PyTorch's FlexAttention, which compiles a kernel for the mask; one call for both kinds of heads if possible."""
 
     def refuse(self, config, heads):
         query = heads.query
         if heads.group.dropout:
             raise ValueError(
-                f"FlexAttention cannot do `attention_dropout`, which is {heads.group.dropout} here; use "
-                'attn_implementation="sdpa", or do without'
+                f"FlexAttention does not support `attention_dropout`, which is {heads.group.dropout} here; use "
+                'attn_implementation="sdpa", or set it to 0'
             )
         if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -293,13 +295,13 @@ class FlexEngine(Engine):
     def form(self, visibility):
         if visibility.mask is not None and visibility.mask.dtype != torch.bool:
             raise ValueError(
-                "`flex_attention` takes 4-D masks of booleans, True where a token may attend; got "
-                f'{visibility.mask.dtype}. Convert the mask, or use attn_implementation="sdpa" for additive ones'
+                "`flex_attention` needs a boolean 4-D mask, True where a token may attend; got "
+                f'{visibility.mask.dtype}. Convert the mask, or use attn_implementation="sdpa" for an additive one'
             )
         return _block_mask(visibility)
 
     def form_of_all_heads(self, config, visibility):
-        """A mask with a head axis, where all layers have the same heads of both kinds."""
+        """A mask with a head axis, if all layers have the same number of heads of each kind."""
         counts = set(config.num_global_heads_per_layer)
         if len(counts) > 1 or len(visibility) == 1 or not visibility[LOCAL].is_square:
             return None
@@ -320,7 +322,7 @@ class FlexEngine(Engine):
         def cap(logit, *indices):
             return logit if group.softcap is None else group.softcap * torch.tanh(logit / group.softcap)
 
-        # Not Transformers' own: in half precision it rounds the log-sum-exp, which says what a sink leaves.
+        # Not Transformers' function: in half precision it rounds the log-sum-exp, which is needed for the sinks.
         attend = partial(compile_friendly_flex_attention, training=group.training) if is_compiled else _flex_uncompiled
         if is_compiled:
             key, value = (repeat_kv(x, group.num_key_value_groups) for x in (key, value))
@@ -332,9 +334,9 @@ class FlexEngine(Engine):
 
 
 def _flex_uncompiled(*args, **kwargs):
-    # For CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16.
+    # On CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16 dimensions.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
+        warnings.simplefilter("ignore", UserWarning)  # the warning that it is not compiled
         return flex_attention(*args, **kwargs)
 
 
@@ -345,7 +347,7 @@ def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMa
         return v.sees(batch, head, query + v.q_offset, key + v.kv_offset)
 
     batch_size = None if v.is_plain else v.batch_size
-    is_compiled = torch.device(v.device).type == "cuda"  # on the CPU that takes longer than it saves
+    is_compiled = torch.device(v.device).type == "cuda"  # on the CPU, compiling takes longer than it saves
     return create_block_mask(
         sees, batch_size, num_heads, v.q_length, v.kv_length, device=v.device, _compile=is_compiled
     )
@@ -353,25 +355,25 @@ def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMa
 
 @lru_cache(maxsize=8)
 def _plain_block_mask(length: int, window: int, num_global_heads: int, num_heads: int, device) -> BlockMask:
-    """The mask of all heads for sequences without a cache, padding and documents: the same in every step."""
+    """The mask of all heads without a cache, padding or documents, kept because every step uses the same one."""
     return _block_mask(Visibility(length, length, 0, 0, window, num_global_heads, device=device), num_heads)
 
 
 class TritonEngine(Engine):
-    """Our fused kernel on GPUs: both kinds of heads in one launch, the largest logits as a by-product."""
+    """Our fused GPU kernel: both kinds of heads in one launch, with the largest logits as a by-product."""
 
     def refuse(self, config, heads):
         dropout = heads.group.dropout
         if dropout or config.attn_logit_softcapping is not None:
             what = "attention_dropout" if dropout else "attn_logit_softcapping"
             raise ValueError(
-                f"the `triton` engine cannot do `{what}`, which is {getattr(config, what)} here; use "
-                'attn_implementation="eager", or do without'
+                f"the `triton` engine does not support `{what}`, which is {getattr(config, what)} here; use "
+                'attn_implementation="eager", or disable it'
             )
 
     def form(self, visibility):
-        """Padding and documents as `Spans`; causality and window are known to the kernel."""
-        from .triton_lsgpt import make_spans  # noqa: PLC0415 (not everybody has Triton)
+        """Padding and documents as `Spans`; the kernel itself applies causality and the window."""
+        from .triton_lsgpt import make_spans  # noqa: PLC0415 (Triton is optional)
 
         return make_spans(visibility)
 
@@ -382,7 +384,7 @@ class TritonEngine(Engine):
     def attend(self, heads, form, measure=False, **kwargs):
         from .triton_lsgpt import fused_attention_forward  # noqa: PLC0415
 
-        group, dtype = heads.group, heads.value.dtype  # under autocast, queries may be more precise than values
+        group, dtype = heads.group, heads.value.dtype  # under autocast, queries may have a higher precision
         window = heads.groups[-1].sliding_window or 0
         _, query, key, value, _ = heads.to(dtype)
         output, max_logits = fused_attention_forward(
@@ -400,13 +402,14 @@ ENGINES: dict[str, Engine] = {
     "flash_attention_4": FlashEngine("flash_attention_4"),
     "triton": TritonEngine(),
 }
-"""The engines by `attn_implementation`. Others that are registered with Transformers are `TransformersEngine`s."""
+"""Engines by `attn_implementation`. For other functions registered with Transformers, see `choose_engine`."""
 
 
 def choose_engine(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Engine:
     """
-    The engine of a forward pass: the configured one, but plain attention for a single query, in which no other engine
-    gains anything; and where the kernels of `triton` cannot go, under a custom mask and into a static cache.
+    The engine of a forward pass: normally the configured one, which for names outside `ENGINES` is a `FlashEngine` or
+    `TransformersEngine`. `sdpa` or `eager` replaces it for a single query, where no other engine gains anything, and
+    replaces `triton` for custom masks and static caches, which its kernels do not support.
     """
     name, v = config._attn_implementation, next(iter(visibility.values()))
     is_single = v.q_length == 1 and name in ENGINES
@@ -418,24 +421,24 @@ def choose_engine(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Eng
 
 @dataclass
 class AttentionPlan:
-    """What all layers of a forward pass share: the engine, and who sees whom in the form that it takes."""
+    """What all layers share in a forward pass: the engine, and the visibility in the form that it takes."""
 
     engine: Engine
     visibility: dict[str, Visibility]
-    """For each kind of head."""
+    """Which keys each query may attend to, for each kind of head."""
     forms: dict[str, Any]
-    """For each kind of head, in the engine's form."""
+    """The same in the engine's form."""
     is_joint: bool
-    """Whether the form is that of all heads, which one call serves."""
+    """Whether one form covers all heads, so that one call computes them."""
 
     def calls(self, heads: Heads, by_kind: list[Heads]) -> list[Heads]:
-        """All heads of a layer at once where the engine can (nothing was cached then), else those of each kind."""
+        """All heads of a layer in one call if the plan is joint (nothing was cached then), else one call per kind."""
         return [heads] if self.is_joint else by_kind
 
     def attend(self, calls: list[Heads], measure: bool = False, **kwargs) -> Attended:
         """
-        Has the engine attend for each of the `calls`, and joins what it returns on the axis of heads; the weights,
-        too, where `output_attentions` asks for them. Raises `ValueError` where the engine cannot do it.
+        Runs the engine for each of the `calls` and concatenates the results along the head axis, including the weights
+        if `output_attentions` asks for them. Raises `ValueError` if the engine does not support a call.
         """
         config = calls[0].group.config
         for heads in calls:
@@ -452,7 +455,7 @@ class AttentionPlan:
         return Attended(output, max_logits=torch.cat([x.max_logits for x in results]) if has_maxima else None)
 
     def to(self, device: torch.device | str, **kwargs) -> "AttentionPlan":
-        """The same on another device, which a model that is spread over several asks for."""
+        """Returns the plan on another device; needed if a model is spread over several."""
 
         def move(x):
             if isinstance(x, tuple):
@@ -465,7 +468,7 @@ class AttentionPlan:
 
 
 def plan_attention(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionPlan:
-    """Chooses the engine, and has it make the forms that it needs. Raises `ValueError` for what it cannot do."""
+    """Chooses the engine and creates the forms that it needs. Raises `ValueError` for what it does not support."""
     engine = choose_engine(config, visibility)
     joint = engine.form_of_all_heads(config, visibility)
     if joint is not None:
@@ -475,7 +478,7 @@ def plan_attention(config: LSGPTConfig, visibility: dict[str, Visibility]) -> At
 
 
 def refuse_other_models(module: nn.Module, *args, **kwargs):
-    """What Transformers finds under the name of an engine that only LSGPT has, and LSGPT does not ask for."""
+    """Raises `ValueError` if a model other than LSGPT asks Transformers for one of LSGPT's own engines."""
     name, model = module.config._attn_implementation, type(module).__name__
     raise ValueError(f'attn_implementation="{name}" is an engine of LSGPT; {model} cannot use it')
 

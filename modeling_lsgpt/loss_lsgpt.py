@@ -1,4 +1,4 @@
-"""The loss of a language model without its logits, which in training on long blocks are by far the largest tensor.
+"""The language modelling loss without the full logits, by far the largest tensor in training on long blocks.
 
 Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
 """
@@ -16,26 +16,28 @@ from .cpu_lsgpt import Linear
 
 
 CHUNK_LENGTH = 1024
-"""Tokens of the batch whose logits exist at a time. Each chunk reads the weight twice and adds to its gradient: with
-shorter ones that takes a noticeable share of the time."""
+"""
+Number of tokens whose logits are held at a time. Each chunk reads the weight twice and adds to its gradient; with
+shorter chunks, that takes a noticeable share of the time.
+"""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """
-    The cross-entropy of the logits `z = h @ W.T`, summed over the tokens. It makes its gradients in the forward pass.
+    The cross-entropy of the logits `z = h @ W.T`, summed over the tokens. Computes gradients in the forward pass.
 
-    For a token with hidden state `h` and target `t` the loss is `logsumexp(z) - z[t]`. Its gradient in the logits is
-    `g = softmax(z) - onehot(t)`, or zero if the token is ignored; in `h` it is `g @ W`, in the weight the sum of
-    `outer(g, h)` over the tokens. All of that is known as soon as the logits are. So each chunk of tokens adds its
-    share and forgets its logits, none is computed twice, and the backward pass only multiplies by the gradient that
-    it receives (as in Liger-Kernel, arXiv:2410.10989).
+    For a token with hidden state `h` and target `t`, the loss is `logsumexp(z) - z[t]`. Its gradient with respect to
+    the logits is `g = softmax(z) - onehot(t)`, or zero if the token is ignored; with respect to `h` it is `g @ W`, and
+    with respect to the weight it is the sum of `outer(g, h)` over the tokens. All of this is known as soon as the
+    logits are. So each chunk of tokens adds its share and discards its logits, none are computed twice, and the
+    backward pass only multiplies by the incoming gradient (as in Liger-Kernel, arXiv:2410.10989).
 
-    With the logits `y` of a teacher, its distribution `p = softmax(y)` is the target, `g = softmax(z) - p`, and the
-    loss is the Kullback-Leibler divergence of it, `sum(p * (log(p) - log_softmax(z)))`: the cross-entropy less a
-    constant, so that it is zero where the two agree.
+    With a teacher's logits `y`, the target is the distribution `p = softmax(y)`, the gradient is `g = softmax(z) - p`,
+    and the loss is the Kullback-Leibler divergence `sum(p * (log(p) - log_softmax(z)))`: the cross-entropy minus a
+    constant, so that it is zero where both distributions agree.
 
-    Products are taken in the precision of the inputs, or of autocast; loss and gradient of the weight are added up in
-    float32 (float64 for float64). There is no second derivative.
+    Matrix products are computed in the precision of the inputs, or of autocast; the loss and the weight's gradient are
+    accumulated in float32 (float64 for float64). Second derivatives are not supported.
     """
 
     @staticmethod
@@ -49,16 +51,16 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """
         Args:
-            ctx: PyTorch's context.
+            ctx: The autograd context.
             hidden_states (`(N, d)`): Inputs of the output projection.
-            weight (`(V, d)`): Its matrix.
+            weight (`(V, d)`): Matrix of the output projection.
             targets (`(N,)`): Token ids to predict.
-            ignore_index: The target of tokens to leave out.
+            ignore_index: The target that marks tokens to leave out.
             teacher_logits (`(N, V)`, *optional*): Logits of the distributions to learn instead of the targets, which
-                then only say what is left out.
+                then only mark the tokens to leave out.
 
         Returns:
-            The sum `()`, in float32 or float64.
+            The summed loss `()`, in float32 or float64.
         """
         needs_states, needs_weight = ctx.needs_input_grad[:2]
         device, dtype = hidden_states.device.type, hidden_states.dtype
@@ -86,19 +88,19 @@ class LinearCrossEntropy(torch.autograd.Function):
                     loss += torch.linalg.vecdot(target, difference).where(is_counted[:, 0], 0.0).sum()
                 if not (needs_states or needs_weight):
                     continue
-                gradient = log_probabilities.exp_()  # in place: the next largest tensors are those of the vocabulary
+                gradient = log_probabilities.exp_()  # in place, because chunks of logits are large
                 if teacher is None:
                     gradient.scatter_add_(1, labels.clamp(min=0)[:, None], gradient.new_full(is_counted.shape, -1.0))
                 else:
                     gradient -= target
                 gradient = gradient.to(dtype)
-                # Tokens are left out here, where they have `d` numbers, and not above, where they have `V`.
+                # Tokens are left out here, where each has `d` numbers, and not above, where each has `V`.
                 if needs_states:
                     states_gradients.append((gradient @ matrix).where(is_counted, 0.0))
                 if needs_weight:
                     states = states.where(is_counted, 0.0)
                     if dtype == sum_dtype:
-                        weight_gradient.addmm_(gradient.T, states)  # one tensor as large as the weight less
+                        weight_gradient.addmm_(gradient.T, states)  # saves a temporary tensor as large as the weight
                     else:
                         weight_gradient += gradient.T @ states
         ctx.save_for_backward(torch.cat(states_gradients) if needs_states else None, weight_gradient)
@@ -108,7 +110,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Scales what the forward pass has made by `gradient` `()`; not in place, so that it can be done again."""
+        """Multiplies the saved gradients by `gradient` `()`; not in place, so that it can run again."""
         scaled = (
             None if saved is None else (saved * gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -127,22 +129,23 @@ def causal_lm_loss(
     **kwargs,
 ) -> torch.Tensor:
     """
-    Transformers' `ForCausalLMLoss` of the logits `lm_head(hidden_states)`, of which a chunk exists at a time.
+    Transformers' `ForCausalLMLoss` of the logits `lm_head(hidden_states)`, computed one chunk at a time.
 
     Args:
-        hidden_states (`(B, T, d)`): What the output projection maps to logits.
-        lm_head: The output projection. Its weight is used directly if that is all there is to it; if not (an adapter,
-            a quantised or sharded weight, hooks), it is called, and called again in the backward pass.
+        hidden_states (`(B, T, d)`): Inputs of the output projection.
+        lm_head: The output projection. If it only multiplies by its weight, the weight is used directly; otherwise (an
+            adapter, a quantised or sharded weight, hooks) it is called, and called again in the backward pass.
         labels (`(B, T)`): Token ids; each token predicts the next one.
-        num_items_in_batch: What the summed loss is divided by, by default the number of targets in this batch.
+        num_items_in_batch: Divisor of the summed loss; by default the number of targets in this batch.
         ignore_index: The label of tokens that are not predicted.
-        shift_labels (`(B, T)`, *optional*): The targets, where they are not the labels of the next tokens.
-        teacher_logits (`(B, T, V)`, *optional*): What another model makes of the same tokens. The loss is then the
-            Kullback-Leibler divergence of its distributions, at every token that predicts a label.
+        shift_labels (`(B, T)`, *optional*): Targets that are already shifted, used instead of `labels`.
+        teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then the
+            Kullback-Leibler divergence between its distributions and this model's, at every token that predicts a
+            label.
         **kwargs: Not used, as in `ForCausalLMLoss`.
 
     Returns:
-        The loss `()`; NaN, with gradients of zero, where there is nothing to predict.
+        The loss `()`; NaN, with gradients of zero, if there is nothing to predict.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
@@ -174,14 +177,14 @@ def _summed_loss(
 
 
 def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:
-    """Whether calling `lm_head` does nothing but multiply by its weight, and all of that is at hand."""
+    """Whether calling `lm_head` only multiplies by its weight, and the whole weight is available on `device`."""
     if type(lm_head) not in (nn.Linear, Linear):  # an adapter, a quantised layer
         return False
-    # As those of FSDP2 and DeepSpeed, which bring the weight.
+    # FSDP2 and DeepSpeed, for example, gather the weight in hooks.
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
         not any(getattr(lm_head, name) for name in hooks)
-        and "forward" not in vars(lm_head)  # Accelerate's hooks, which bring the weight from the CPU or a disk
+        and "forward" not in vars(lm_head)  # Accelerate's hooks load the weight from the CPU or disk
         and lm_head.bias is None
         and type(lm_head.weight) in (torch.Tensor, nn.Parameter)  # not quantised, not sharded
         and lm_head.weight.shape == (lm_head.out_features, lm_head.in_features)  # not an empty placeholder

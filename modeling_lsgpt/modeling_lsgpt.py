@@ -1,4 +1,4 @@
-"""LSGPT: a pre-norm decoder, with GPT-2's blocks or Llama's, and Long Short-attention, arXiv:2505.15548.
+"""LSGPT: a pre-norm decoder with GPT-2's or Llama's blocks and Long Short-attention (arXiv:2505.15548).
 
 Shapes: B batch, T new tokens, V `vocab_size`.
 """
@@ -43,14 +43,14 @@ class LSGPTSinusoidalPositions(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Maps positions `(B, T)` to embeddings `(B, T, hidden_size)` in float32, sines and cosines in turn."""
+        """Maps positions `(B, T)` to embeddings `(B, T, hidden_size)` in float32, alternating sines and cosines."""
         exponents = torch.arange(0, self.hidden_size, 2, device=position_ids.device) / self.hidden_size
         angles = position_ids[..., None].float() / 10_000.0**exponents
         return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
 
 class LSGPTMLP(nn.Module):
-    """The position-wise feed-forward network: up, activation (of a gate, if there is one), down."""
+    """The position-wise feed-forward network: up projection, activation (of the gate, if gated), down projection."""
 
     def __init__(self, config: LSGPTConfig):
         super().__init__()
@@ -70,14 +70,14 @@ class LSGPTMLP(nn.Module):
 
 
 def make_norm(config: LSGPTConfig) -> nn.Module:
-    """A norm over the residual stream."""
+    """Creates a norm over the residual stream."""
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
-    """One block: attention and MLP, each normalised before and added to the residual stream after."""
+    """One pre-norm block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: LSGPTConfig, layer_idx: int):
         super().__init__()
@@ -95,7 +95,7 @@ class LSGPTDecoderLayer(GradientCheckpointingLayer):
 
 
 class LSGPTPreTrainedModel(PreTrainedModel):
-    """What the LSGPT models share: configuration, initial weights, and what Transformers may do with them."""
+    """Base class of the LSGPT models: configuration, weight initialisation and supported features of Transformers."""
 
     config: LSGPTConfig
     base_model_prefix = "model"
@@ -110,14 +110,14 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": LSGPTDecoderLayer, "attentions": LSGPTAttention}
 
     def __init__(self, config: LSGPTConfig):
-        config.validate_architecture()  # again: its fields can be set
+        config.validate_architecture()  # again: fields may have been changed
         super().__init__(config)
         _register_decoder(type(config))  # type: ignore[arg-type]  # dataclasses are hashable
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        # FSDP2 gives a sharded model a class of its own. Under the name of ours Transformers finds the code to save
-        # with a checkpoint, and knows what kind of model it is.
+        # FSDP2 creates a new class for a sharded model. With our class's name, Transformers finds the code to save
+        # with a checkpoint and recognises the kind of model.
         if cls.__module__.startswith("torch."):
             sharded = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
             cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__
@@ -127,16 +127,16 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LSGPTAttention) and module.sinks is not None:
             init.zeros_(module.sinks)
-        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections carry a mark,
-        # because Transformers does not call this for modules of outside code that hold no parameters themselves.
+        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections are marked,
+        # because Transformers does not call this for custom modules without parameters of their own.
         if getattr(module, "writes_to_residual_stream", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)
 
     def _check_ids(self, name: str, ids: torch.Tensor, limit: str, ignored: int | None = None):
         """
-        Ids index `config.<limit>` rows, but for those that are `ignored`. Values are looked at on the CPU only:
-        elsewhere that would cost a wait.
+        Checks that ids, except `ignored` ones, are integers from 0 to `config.<limit> - 1`. Values are checked on the
+        CPU only, because reading them on another device would force a synchronisation.
         """
         if ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -156,7 +156,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             rule = f"between 0 and {size - 1} (`{limit}` is {size})"
             rule += "" if ignored is None else f", or {ignored} to be ignored"
             remedy = {
-                "vocab_size": "is the tokenizer this model's?",
+                "vocab_size": "does the tokenizer belong to this model?",
                 "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
                 'more of them or with position_embedding_type="rope"',
             }[limit]
@@ -180,8 +180,9 @@ class LSGPTPreTrainedModel(PreTrainedModel):
 @cache
 def _register_decoder(config_class: type):
     """
-    Makes `AutoModel` build `LSGPTModel`, as the generic heads ask it to. Not done once for this file's `LSGPTConfig`:
-    from a checkpoint's code, Transformers imports the configuration twice, once for itself and once for this file.
+    Makes `AutoModel` build `LSGPTModel`, because the generic classification heads use `AutoModel`. This is done for
+    each configuration class, not once for this file's `LSGPTConfig`: from a checkpoint's code, Transformers imports
+    the configuration twice, once for itself and once for this file.
     """
     AutoModel.register(config_class, LSGPTModel, exist_ok=True)
 
@@ -222,23 +223,23 @@ class LSGPTModel(LSGPTPreTrainedModel):
             input_ids (`(B, T)`): Token ids; either these or `inputs_embeds` `(B, T, hidden_size)`.
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
                 of `create_attention_masks`.
-            position_ids (`(B, T)`, *optional*): Positions; those that restart within a row separate packed documents.
-                Counted on from the cache's length by default.
-            past_key_values: A cache of Transformers, such as `DynamicCache(config=model.config)`.
+            position_ids (`(B, T)`, *optional*): Positions; where they restart within a row, another packed document
+                begins. By default they continue from the cache's length.
+            past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
                 each layer, global heads first), and arguments of the attention function.
 
         Raises:
-            ValueError: Inputs of the wrong shape, ids outside the vocabulary, more tokens than learned positions, or
-                something that the attention engine cannot do.
+            ValueError: If inputs have the wrong shape, ids are outside the vocabulary, there are more tokens than
+                learned positions, or the attention engine does not support the call.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
         self._check_parallelism()
         if kwargs.get("cache") is not None:
             raise ValueError(
-                "Transformers' continuous batching keeps as many key/value heads in every cache layer, and those of "
-                "LSGPT differ; use `generate`, or serve the model with vLLM"
+                "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but "
+                "in LSGPT they differ; use `generate`, or serve the model with vLLM"
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -281,14 +282,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if input_ids is not None:
             if input_ids.ndim != 2 or input_ids.shape[1] == 0:
                 raise ValueError(
-                    f"`input_ids` must have shape (batch, tokens) with a token or more; got {tuple(input_ids.shape)}"
+                    "`input_ids` must have shape (batch, tokens) with at least one token; "
+                    f"got {tuple(input_ids.shape)}"
                 )
             self._check_ids("input_ids", input_ids, "vocab_size")
         else:
             size = self.config.hidden_size
             if inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != size:
                 raise ValueError(
-                    f"`inputs_embeds` must have shape (batch, tokens, {size}) with a token or more; "
+                    f"`inputs_embeds` must have shape (batch, tokens, {size}) with at least one token; "
                     f"got {tuple(inputs_embeds.shape)}"
                 )
         batch_size, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
@@ -299,7 +301,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
             )
 
     def _check_parallelism(self):
-        state = sys.modules.get("accelerate.state")  # not imported here: a checkpoint's code must do without
+        state = sys.modules.get("accelerate.state")  # not imported: a checkpoint must load without it
         if not self.training or is_tracing() or state is None or not state.is_initialized():
             return
         parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
@@ -307,15 +309,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
             if getattr(parallelism, field, 1) > 1:
                 raise ValueError(
                     f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
-                    "splits every sequence over processes, and local heads would lose their window at each border"
+                    "splits every sequence over processes, and local heads would lose their window at each boundary"
                 )
 
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
-    """The decoder with a language-modelling head."""
+    """The decoder with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    # `generate` prepares the masks of static caches itself; with this it prepares ours.
+    # `generate` creates the masks for static caches itself; this makes it create ours.
     create_masks_for_generate = staticmethod(create_attention_masks)
 
     def __init__(self, config: LSGPTConfig):
@@ -341,31 +343,33 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
-        Args, besides those of `LSGPTModel`:
+        Accepts the arguments of `LSGPTModel` and those below.
+
+        Args:
             labels (`(B, T)`, *optional*): Token ids to predict, the same as `input_ids` (the shift happens inside);
                 -100 is ignored.
             logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
-            skip_logits: Whether to return the loss alone, and never hold the logits of all tokens at once. In
-                training on long blocks they are by far the largest tensor.
-            teacher_logits (`(B, T, V)`, *optional*): What another model makes of the same tokens. The loss is then the
-                Kullback-Leibler divergence of its distributions, at every token that predicts a label. Only with
-                `skip_logits`.
-            **kwargs: Also `num_items_in_batch`, the number of labels that the summed loss is divided by.
+            skip_logits: Whether to return only the loss, without ever holding the logits of all tokens at once. In
+                training on long blocks, they are by far the largest tensor.
+            teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then
+                the Kullback-Leibler divergence between its distributions and this model's, at every token that
+                predicts a label. Only with `skip_logits`.
+            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided.
 
         Returns:
-            Logits `(B, T, V)`, unless they are skipped, and with `labels` the loss.
+            Logits `(B, T, V)`, unless they are skipped, and the loss if there are `labels`.
 
         Raises:
-            ValueError: Inputs that `LSGPTModel` refuses, labels of another shape or outside the vocabulary, neither
-                labels nor logits, or a teacher's logits where the loss would not read them.
+            ValueError: If `LSGPTModel` rejects the inputs, labels have the wrong shape or are outside the vocabulary,
+                logits are skipped without labels, or teacher logits are passed where the loss would not use them.
         """
         if skip_logits and labels is None:
             raise ValueError("`skip_logits` must be False without `labels`: there would be nothing to return")
         has_own_loss = skip_logits and self.loss_function is ForCausalLMLoss
         if teacher_logits is not None and not has_own_loss:
             raise ValueError(
-                "`teacher_logits` must be unset without `skip_logits` or with another `loss_function`, which does not "
-                "read them"
+                "`teacher_logits` must be unset without `skip_logits` or with a custom `loss_function`, because the "
+                "loss would not use them"
             )
         outputs = self.model(
             input_ids=input_ids,
@@ -405,14 +409,14 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 
 
 class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
-    """The decoder with a classifier on each sequence's last token."""
+    """The decoder with a classification head on the last token of each sequence."""
 
 
 class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
-    """The decoder with a classifier on each token."""
+    """The decoder with a classification head on each token."""
 
 
-# Where Transformers looks whether the labels of a model are to be shifted, as `Trainer` does to smooth them.
+# Transformers looks here to find out whether to shift a model's labels, for example for label smoothing in `Trainer`.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LSGPTConfig.model_type] = LSGPTForCausalLM.__name__
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""The largest attention logit of each head, exactly, and without a matrix of all logits.
+"""The exact largest attention logit of each head, computed without a matrix of all logits.
 
-Growing logits announce diverging training (arXiv:2505.15548), but no attention kernel that is fast reports them:
-FlashAttention's log-sum-exp is not the maximum and cannot be turned into it.
+Growing logits are an early sign of diverging training (arXiv:2505.15548), but fast attention kernels do not report
+them: FlashAttention's log-sum-exp is not the maximum and cannot be converted into it.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -13,14 +13,14 @@ from .visibility_lsgpt import Visibility
 
 
 LOGITS_AT_ONCE = 1 << 22
-"""Number of logits that are computed together, 16 MiB in float32."""
+"""Number of logits to compute at once, 16 MiB in float32."""
 
 LOCAL_ROWS = 128
-"""Number of queries of local heads that are taken together: more of them would meet more keys that none can see."""
+"""Number of queries to process at once in local heads; more would waste work on keys outside their windows."""
 
 
 HIDDEN = -1e4
-"""An additive mask of less hides a pair: people use -1e9, or the lowest number of a precision, -65504 in float16."""
+"""Lower values of an additive mask hide a pair; common are -1e9 and the lowest number of a dtype (float16: -65504)."""
 
 
 @torch.no_grad()
@@ -28,13 +28,13 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
     """
     The largest `|q . k * scaling|` of each head over the pairs that attend, in float32, before soft-capping.
 
-    Takes rows of queries in turn, and for local heads only the keys inside their window. Queries at padding do not
-    count. Under a mask that is added to the logits, a pair counts where the softmax leaves it some weight.
+    Processes the queries in chunks, and for local heads only the keys that their windows reach. Queries at padding do
+    not count. With an additive mask, a pair counts if the softmax gives it some weight.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As the engine gets them.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As passed to the engine.
         scaling: Factor of the dot products.
-        visibility: Who sees whom.
+        visibility: Which keys each query may attend to.
 
     Returns:
         `(H,)` maxima; 0 for a head without any pair, NaN where a logit is NaN.
@@ -43,7 +43,7 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
     batch_size, num_heads, q_length, head_dim = query.shape
     num_kv_heads, kv_length = key.shape[1:3]
     query = query.view(batch_size, num_kv_heads, -1, q_length, head_dim)
-    is_banded = v.mask is None and not v.has_empty_slots  # then the last query stands at the last key
+    is_banded = v.mask is None and not v.has_empty_slots  # then the last query and key have the same position
     reach = v.window if v.window is not None and is_banded else kv_length
     rows = LOGITS_AT_ONCE // (batch_size * num_heads * min(kv_length, reach + LOCAL_ROWS))
     rows = max(1, min(rows, q_length, LOCAL_ROWS if reach < kv_length else q_length))
@@ -55,7 +55,7 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
         if is_banded:
             begin, end = max(kv_length - q_length + start - reach + 1, 0), kv_length - q_length + stop
         q, k = query[:, :, :, start:stop].float(), key[:, :, None, begin:end].float()
-        with torch.autocast(query.device.type, enabled=False):  # it would multiply in half precision
+        with torch.autocast(query.device.type, enabled=False):  # autocast would multiply in half precision
             logits = q @ k.transpose(-1, -2) * scaling
         positions = v.query_positions[start:stop, None]
         if v.mask is not None and v.mask.dtype != torch.bool:
@@ -71,8 +71,8 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The `LSGPTAttention`s of an LSGPT model, alone or wrapped, in order. Raises `ValueError` for other models."""
-    # By name, because a checkpoint's own code has classes of its own.
+    """The `LSGPTAttention`s of an LSGPT model, bare or wrapped, in order. Raises `ValueError` for other models."""
+    # Found by name, because code loaded from a checkpoint defines its own classes.
     layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
     if not layers:
         raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")

@@ -1,12 +1,12 @@
 """The `triton` engine: global and local heads in one launch of a fused kernel, forward and backward.
 
 The algorithm is FlashAttention-2's (arXiv:2307.08691): a program holds one block of queries and walks over the blocks
-of keys that they see, or the other way round for the gradients of keys and values. What is particular to Long
-Short-attention is which programs there are, and how far they walk: programs of global heads come first, those with
-the longest walks before all others, and the many short ones of local heads fill the gaps that they leave.
+of keys that they see, or vice versa for the gradients of keys and values. Specific to Long Short-attention are the
+order of the programs and the length of their walks: programs of global heads come first, those with the longest walks
+before all others, and the many short programs of local heads fill the gaps that they leave.
 
-The kernels run on NVIDIA GPUs, in float16, bfloat16 and float32, and with `TRITON_INTERPRET=1` also on a CPU, slowly:
-the tests do that. Importing this file needs the package `triton`.
+The kernels run on NVIDIA GPUs in float16, bfloat16 and float32. With `TRITON_INTERPRET=1` they also run on a CPU,
+slowly; the tests use this. Importing this file requires the package `triton`.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`.
 """
@@ -23,29 +23,29 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        'attn_implementation="triton" needs the package `triton`, which PyTorch for CUDA brings along; install it '
+        'attn_implementation="triton" needs the package `triton`, which comes with PyTorch for CUDA; install it '
         '(`pip install triton`), or use attn_implementation="sdpa"'
     ) from error
 
 
 MAX_HEAD_DIM = 128
-"""Of longer heads, the blocks do not fit into a GPU's shared memory."""
+"""With wider heads, the blocks do not fit into a GPU's shared memory."""
 
 
 class Spans(NamedTuple):
     """
-    Padding and packed documents, told as intervals. Causality and window are known to the kernel: the last query
-    stands at the last key, and positions count from the first key.
+    Padding and packed documents as intervals. The kernel itself applies causality and the window: the last query has
+    the position of the last key, and positions are counted from the first key.
     """
 
     first: torch.Tensor | None = None
-    """`(B, S)`, int32: the first key that the query at each position may see; S, so none, at padding."""
+    """`(B, S)`, int32: the first key that the query at each position may see; S (no key) at padding."""
     last: torch.Tensor | None = None
     """`(B, S)`, int32: position of the last query that may see each key, -1 for padding."""
 
 
 def make_spans(visibility: Visibility) -> Spans:
-    """The spans of one kind of head, which is the same for both where nothing was cached."""
+    """The spans of one kind of head; if nothing was cached, both kinds have the same."""
     padding_mask, documents = visibility.padding_mask, visibility.documents
     if documents is None:
         if padding_mask is None:
@@ -74,16 +74,16 @@ def fused_attention_forward(
     measure: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Long Short-attention of all heads of a layer.
+    Long Short-attention for the heads of a layer.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): Of one precision; global heads come
-            first.
-        spans: Which keys there are for whom, see `Spans`.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): All in the same precision, with
+            the global heads first.
+        spans: Padding and packed documents.
         num_global_heads: Number of query heads that see all keys up to their own position.
-        window: W, the number of keys that a query of the other heads sees, its own included.
+        window: W, the number of keys that a query of the other heads sees, including its own.
         scaling: Factor of the dot products.
-        sinks (`(H,)`, *optional*): Logits in the denominators of the softmax.
+        sinks (`(H,)`, *optional*): One extra logit per head in the softmax's denominator.
         measure: Whether to return the largest logits.
 
     Returns:
@@ -91,10 +91,10 @@ def fused_attention_forward(
         float32, or `None`.
 
     Raises:
-        ValueError: Tensors that the kernels cannot take.
+        ValueError: If the kernels do not support the tensors.
     """
     _check(query)
-    # As the projections leave them in memory, so usually without a copy.
+    # The memory layout that the projections produce, so this usually copies nothing.
     tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     output, _, max_logits = _attend(*tensors, *spans, sinks, num_global_heads, window, scaling, measure)
     return output, max_logits if measure else None
@@ -121,8 +121,8 @@ def _check(query: torch.Tensor):
         )
 
 
-# Custom operators, so that `torch.compile` and `torch.export` take them as they are. The code of a checkpoint is
-# imported under another name than this package's.
+# Custom operators, so that `torch.compile` and `torch.export` do not look inside. The namespace depends on the name of
+# the module, because a checkpoint's code is imported under another name than this package's.
 _NAMESPACE = __name__.replace(".", "_")
 
 
@@ -140,8 +140,8 @@ def _attend(
     measure: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    From query `(B, T, H, D)`, key and value `(B, S, H_kv, D)`, all contiguous: outputs `(B, T, H, D)`, log-sum-exps to
-    base 2 `(B, H, T)`, and the largest logits `(H,)`, or none.
+    Takes query `(B, T, H, D)`, key and value `(B, S, H_kv, D)`, all contiguous. Returns outputs `(B, T, H, D)`,
+    log-sum-exps to base 2 `(B, H, T)`, and the largest logits `(H,)`, or `(0,)` if they are not measured.
     """
     output, lse, max_logits = _like_results(query, measure)
     call = _describe(query, key, first, last, num_global_heads, window, scaling)
@@ -178,7 +178,7 @@ def _differentiate(
     window: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and sinks (of none, `(0,)`), from that of the outputs."""
+    """Gradients of query, key, value and sinks (`(0,)` if there are none), given the gradient of the outputs."""
     gradient = gradient.contiguous()
     delta = (output.float() * gradient.float()).sum(-1).transpose(1, 2).contiguous()
     gradients = _like_inputs(gradient, query, key, value, output, lse, first, last, sinks)
@@ -219,8 +219,9 @@ _attend.register_autograd(_backward, setup_context=_keep_for_backward)
 
 def _options(kernel, query: torch.Tensor) -> dict[str, int]:
     """
-    How to compile a kernel: sizes of the block that a program holds and of those that it walks over, and warps.
-    In half precision nothing spills out of Hopper's registers, and every GPU since Ampere has enough shared memory.
+    Options for compiling a kernel: the sizes of the block that a program holds and of the blocks that it walks over,
+    and the numbers of warps and stages. In half precision, nothing spills out of Hopper's registers, and every GPU
+    since Ampere has enough shared memory.
     """
     held, walked = ("BLOCK_K", "BLOCK_Q") if kernel is _backward_keys_kernel else ("BLOCK_Q", "BLOCK_K")
     if query.dtype == torch.float32:
@@ -230,7 +231,7 @@ def _options(kernel, query: torch.Tensor) -> dict[str, int]:
 
 
 def _describe(query, key, first, last, num_global_heads, window, scaling) -> dict:
-    """What all kernels are told about a call."""
+    """The arguments that all kernels share."""
     batch_size, q_length, num_heads, head_dim = query.shape
     return {
         "first": first,
@@ -249,17 +250,17 @@ def _describe(query, key, first, last, num_global_heads, window, scaling) -> dic
 
 
 _LOG2_E = 1.4426950408889634
-LOG2_E = tl.constexpr(_LOG2_E)  # exponentials are powers of 2
+LOG2_E = tl.constexpr(_LOG2_E)  # the kernels compute exponentials as powers of 2
 
-# The kernels' arguments stand in lines by what they are about: the formatter would take a line for each.
+# Lines group the kernels' arguments by topic; the formatter would give each argument its own line.
 # fmt: off
 
 
 @triton.jit
 def _find_place(blocks, batch_size, HEADS: tl.constexpr, GLOBAL_HEADS: tl.constexpr, LAST_BLOCK_FIRST: tl.constexpr):
     """
-    Block, head and sequence of this program. Global heads come first, and of them the blocks with the longest walks;
-    the blocks of a local head follow each other, because neighbours share keys.
+    Block, head and sequence of this program. Global heads come first, starting with the blocks with the longest walks;
+    the blocks of a local head are consecutive, because neighbouring blocks share keys.
     """
     program = tl.program_id(0)
     num_global = batch_size * GLOBAL_HEADS * blocks
@@ -294,7 +295,7 @@ def _load_rows(
     x, sequence, head, start, length, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows of one head, `(BLOCK, BLOCK_D)`, with zeros beyond `length` and `HEAD_DIM`."""
+    """Loads rows of one head, `(BLOCK, BLOCK_D)`, with zeros beyond `length` and `HEAD_DIM`."""
     pointers, mask = _point_at_rows(x, sequence, head, start, length, HEADS, HEAD_DIM, BLOCK, BLOCK_D)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -310,19 +311,19 @@ def _store_rows(
 
 @triton.jit
 def _load_numbers(x, row, start, length, other, BLOCK: tl.constexpr):
-    """The numbers `start` to `start + BLOCK` of one row of `(rows, length)`, `other` beyond `length`."""
+    """Loads the numbers `start` to `start + BLOCK` of one row of `(rows, length)`, with `other` beyond `length`."""
     columns = start + tl.arange(0, BLOCK)
     return tl.load(x + row.to(tl.int64) * length + columns, mask=columns < length, other=other)
 
 
 @triton.jit
 def _multiply(a, b):
-    return tl.dot(a, b, input_precision="ieee")  # float32 is float32
+    return tl.dot(a, b, input_precision="ieee")  # true float32, not TF32
 
 
 @triton.jit
 def _is_visible(positions, keys, reach, first_keys, last_queries, SPANS: tl.constexpr):
-    """Whether the query at each position sees each key; arguments that broadcast, queries and keys on either axis."""
+    """Whether the query at each position sees each key. Arguments broadcast, with queries and keys on either axis."""
     visible = (keys <= positions) & (keys > positions - reach)
     if SPANS:
         visible = visible & (keys >= first_keys) & (positions <= last_queries)
@@ -334,8 +335,8 @@ def _walk_over_keys(
     first, start, sequence, is_global, q_length, kv_length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """
-    Of a block of queries: their positions, the first keys that they may see, and their reach; then where the walk
-    over the keys begins, from where on it needs a mask (a global head's queries all see the blocks before the
+    For a block of queries: their positions, the first keys that they may see, and their reach; then where the walk
+    over the keys begins, where it starts to need a mask (in a global head, all queries see the blocks before the
     diagonal), and where it ends.
     """
     first_position = kv_length - q_length + start
@@ -376,7 +377,7 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mean = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     top = tl.zeros((BLOCK_Q,), tl.float32)
-    if sinks is not None:  # the first thing that every query has seen
+    if sinks is not None:  # every query sees its sink first
         maximum += tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     for MASKED in tl.static_range(2):  # first the blocks that need no mask
@@ -384,7 +385,7 @@ def _forward_kernel(
             k = _load_rows(key, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
             v = _load_rows(value, sequence, kv_head, k_start, kv_length, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D)
             logits = _multiply(q, tl.trans(k)) * (scaling * LOG2_E)
-            sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would pass over a NaN
+            sizes = tl.where(logits == logits, tl.abs(logits), float("inf"))  # maxima would ignore a NaN
             if MASKED:
                 keys, last_queries = k_start + tl.arange(0, BLOCK_K), positions
                 if SPANS:
@@ -397,7 +398,7 @@ def _forward_kernel(
             if MEASURE:
                 top = tl.maximum(top, tl.max(sizes, 1))
             new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of a query that has seen nothing yet
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # 0 for queries that have seen nothing
             weights = tl.exp2(logits - shift[:, None])
             decay = tl.exp2(maximum - shift)
             total = total * decay + tl.sum(weights, 1)
@@ -437,7 +438,7 @@ def _backward_keys_kernel(
         last_queries = _load_numbers(last, sequence, start, kv_length, -1, BLOCK_K)
         end = tl.minimum(end, tl.max(last_queries) + 1 - offset)
     begin = tl.maximum(start - offset, 0) // BLOCK_Q * BLOCK_Q
-    free = end  # from where on all queries of a global head see the whole block
+    free = end  # from here on, all queries of a global head see the whole block
     if not SPANS:
         free = tl.where(is_global, tl.cdiv(tl.maximum(start + BLOCK_K - 1 - offset, 0), BLOCK_Q) * BLOCK_Q, end)
 

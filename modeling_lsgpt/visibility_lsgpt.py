@@ -1,7 +1,8 @@
-"""Who sees whom: which keys a query may attend to, said once in a forward pass for each kind of head.
+"""Visibility: which keys each query may attend to, described once per forward pass for each kind of head.
 
-Transformers' mask helpers have no head axis, so global and local heads have a description each. What reads it (an
-attention engine, the measurement of logits, calibration) asks `Visibility.sees`, and states no rule of its own.
+Transformers' mask helpers have no head axis, so global and local heads each have their own `Visibility`. Code that
+needs it (attention engines, the measurement of logits, calibration) calls `Visibility.sees` and does not restate the
+rules.
 
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
@@ -23,9 +24,9 @@ class Visibility:
     Queries and keys have *positions* in their sequence, counted from 0 with padding and cached tokens included. The
     query at position `q` sees the key at position `k` if all of these hold:
 
-    - `k <= q` (causality), or with a `mask` what the mask says;
-    - `k > q - window`, in heads that have a window;
-    - `k` is no padding;
+    - `k <= q` (causality); with a custom `mask`, the mask decides instead;
+    - `k > q - window`, for heads with a window;
+    - `k` is not padding;
     - both are in the same document.
     """
 
@@ -34,32 +35,32 @@ class Visibility:
     kv_length: int
     """Number of keys, S."""
     q_offset: int | torch.Tensor = 0
-    """Position of the first query; a tensor in a static cache."""
+    """Position of the first query; a tensor with a static cache."""
     kv_offset: int = 0
-    """Position of the first key: a window's cache has dropped those before."""
+    """Position of the first key; a sliding-window cache has dropped the keys before it."""
     window: int | None = None
-    """W, the number of keys that a query of a local head sees, its own included; `None` where all heads are global."""
+    """W, the number of keys that a query of a local head sees, including its own; `None` if all heads are global."""
     num_global_heads: int = 0
-    """With a window: number of heads that come first and do without. More than 0 where it is about both kinds."""
+    """With a window: number of leading heads without it; more than 0 if this describes both kinds of heads at once."""
     padding_mask: torch.Tensor | None = None
-    """`(B, P + T)`, True for real tokens; `None` where all are."""
+    """`(B, P + T)`, True for real tokens; `None` if there is no padding."""
     documents: torch.Tensor | None = None
-    """`(B, P + T)`, numbers of the documents that are packed into a row; `None` where a row is one document."""
+    """`(B, P + T)`, each token's document number in a packed row; `None` if every row is a single document."""
     mask: torch.Tensor | None = None
-    """`(B or 1, 1, T, S)`, a mask of the user's: boolean, True where a query may attend, or added to the logits."""
+    """`(B or 1, 1, T, S)`, a custom mask: boolean, True where a query may attend, or additive."""
     has_sinks: bool = False
-    """Whether every query sees one thing more, a sink, which is no key and has no place among the pairs."""
+    """Whether every query also sees a sink, which is not a key and takes no part in `sees`."""
     has_empty_slots: bool = False
-    """Whether there may be keys after the last query, which a static cache has room for."""
+    """Whether keys may follow the last query: the unused slots of a static cache."""
     batch_size: int = 1
-    """B."""
+    """Number of sequences, B."""
     device: torch.device | str = "cpu"
-    """Where masks are made."""
+    """Device of the masks."""
 
     def sees(self, batch, head, query, key) -> torch.Tensor:
         """
-        Whether queries see keys, for indices that broadcast: number of the sequence, number of the head, positions of
-        query and key. It is a mask function, as Transformers and FlexAttention call it. Not for additive masks.
+        Whether each query sees each key, given indices that broadcast: of sequences, heads, and positions of queries
+        and keys. This is what Transformers and FlexAttention call a mask function. It cannot express additive masks.
         """
         if self.mask is None:
             visible = key <= query
@@ -76,32 +77,32 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality and the window are all there is to it."""
+        """Whether only causality and the window restrict what a query sees."""
         return self.padding_mask is None and self.documents is None and self.mask is None and not self.has_empty_slots
 
     @property
     def is_square(self) -> bool:
-        """Whether nothing was cached: the keys are those of the queries' own tokens."""
+        """Whether nothing was cached, so that queries and keys belong to the same tokens."""
         return self.q_length == self.kv_length and not self.has_empty_slots
 
     @property
     def sees_everything(self) -> bool:
-        """Whether a single query sees all keys that there are, but for padding and documents."""
+        """Whether there is a single query and it sees every key, except for padding and other documents."""
         is_inside = self.window is None or self.kv_length <= self.window
         return self.q_length == 1 and is_inside and self.mask is None and not self.has_empty_slots
 
     @property
     def query_positions(self) -> torch.Tensor:
-        """`(T,)`."""
+        """Positions of the queries, `(T,)`."""
         return torch.arange(self.q_length, device=self.device) + self.q_offset
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """`(S,)`."""
+        """Positions of the keys, `(S,)`."""
         return torch.arange(self.kv_length, device=self.device) + self.kv_offset
 
     def dense(self) -> torch.Tensor:
-        """The mask of all pairs, `(B, 1, T, S)`: boolean, or additive where the user's mask is."""
+        """The full mask `(B, 1, T, S)`: boolean, or additive if the custom mask is."""
         if self.mask is not None and self.window is None:
             return self.mask
         if self.mask is not None and self.mask.dtype != torch.bool:
@@ -114,7 +115,7 @@ class Visibility:
         return visible.expand(self.batch_size, 1, -1, -1)
 
     def to(self, device: torch.device | str, **kwargs) -> "Visibility":
-        """The same on another device."""
+        """Returns a copy on another device."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, device=device, **{name: x.to(device, **kwargs) for name, x in tensors.items()})
 
@@ -127,22 +128,23 @@ def describe_visibility(
     position_ids: torch.Tensor | None = None,
 ) -> dict[str, Visibility]:
     """
-    Who sees whom in a forward pass: `{GLOBAL: ..., LOCAL: ...}`, for the kinds of heads that the model has.
+    Describes which keys each query may attend to in a forward pass: `{GLOBAL: ..., LOCAL: ...}`, with an entry for
+    each kind of head that the model has.
 
     Args:
         config: The model's configuration.
         inputs_embeds (`(B, T, hidden_size)`): Read for shape and device only.
         attention_mask: `(B, P + T)`, 1 for real tokens and 0 for padding; or `(B or 1, 1, T, P + T)`, boolean (True
-            may attend) or additive, for the global heads as it is and for the local heads inside their window; or one
-            of the latter for each kind of head, as `create_attention_masks` returns them.
+            where a query may attend) or additive, applied as it is in global heads and within the window in local
+            heads; or a dictionary with such a mask for each kind of head, as `create_attention_masks` returns.
         past_key_values: The cache before this step's update.
-        position_ids (`(B or 1, T)`): Where given, positions that restart are taken for the start of another document
-            packed into the same row, and attention does not cross into it. After a cache, the first new token's
-            position says how many of the cached tokens its document has. Not read with a static cache in use, whose
-            length is not known without waiting for the device.
+        position_ids (`(B or 1, T)`): If given, positions that restart mark the start of another document packed into
+            the same row, and attention does not cross from one document to another. With a cache, the position of the
+            first new token tells how many cached tokens belong to its document. Ignored once a static cache is in
+            use, because its length is not known without waiting for the device.
 
     Raises:
-        ValueError: The mask's shape or type does not fit.
+        ValueError: If the mask's shape or type does not fit.
     """
     batch_size, q_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
@@ -156,7 +158,7 @@ def describe_visibility(
         of_kind = {}
         if not (_may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    # A tensor for a length comes from a static cache in use.
+    # The length is a tensor if a static cache is in use.
     if position_ids is not None and isinstance(past_length, int) and not isinstance(attention_mask, dict):
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
 
@@ -178,7 +180,7 @@ def describe_visibility(
             q_offset=q_offset,
             kv_offset=kv_offset,
             window=None if kind == GLOBAL or (mask is not None and is_finished) else config.sliding_window,
-            # A static cache has more keys than there are tokens yet: those belong to no document.
+            # A static cache has slots beyond the tokens seen so far: these belong to no document.
             padding_mask=_lengthen(padding_mask, end, False),
             documents=_lengthen(documents, end, -1),
             mask=None if mask is None else mask.expand(batch_size, -1, -1, -1),
@@ -199,11 +201,11 @@ def create_attention_masks(
     **kwargs,
 ) -> dict | torch.Tensor | None:
     """
-    The masks that `generate` makes outside of a compiled decode step, `{GLOBAL: ..., LOCAL: ...}`, each boolean
-    `(B or 1, 1, T, S)`. The arguments are those of `describe_visibility`.
+    Creates the masks that `generate` prepares outside a compiled decoding step, `{GLOBAL: ..., LOCAL: ...}`, each
+    boolean `(B or 1, 1, T, S)`. The arguments are those of `describe_visibility`.
 
-    Only a single token needs them: for a prompt the model describes who sees whom itself, and gets `attention_mask`
-    as it is.
+    Only single-token steps need them. For a prompt, this returns `attention_mask` unchanged, and the model itself
+    works out which keys each query may attend to.
     """
     if inputs_embeds.shape[1] > 1:
         return attention_mask
@@ -215,11 +217,11 @@ def find_documents(
     position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int = 0
 ) -> torch.Tensor | None:
     """
-    Numbers the documents that are packed into one row, from the positions at which they restart.
+    Numbers the documents packed into each row, which start where positions restart.
 
-    A real token continues its document when its position is one more than that of the real token before it, or more
-    by as many tokens as lie between (padding counts in some users' positions and does not in others'). Of the cached
-    tokens, the first new token's document has the last real ones, as many as its position says.
+    A real token continues its document if its position exceeds that of the previous real token by one, or by the
+    distance between the two (some users count padding in positions, others do not). If the first new token is at
+    position p, the last p real cached tokens belong to its document.
 
     Args:
         position_ids (`(B, T)`): Position of each new token in its document.
@@ -227,8 +229,8 @@ def find_documents(
         past_length: P, the number of cached tokens.
 
     Returns:
-        `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` when every row holds one
-        document. Where values cannot be looked at, numbers all the same, but `None` while tracing with a cache.
+        `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
+        document. If values cannot be inspected, numbers are always returned, except while tracing with a cache.
     """
     length = position_ids.shape[-1]
     if (past_length and is_tracing(position_ids)) or past_length + length == 1:
@@ -257,7 +259,7 @@ def find_documents(
 
 
 def _may_look_at(x: torch.Tensor, q_length: int) -> bool:
-    """Whether to read values: not while tracing, nor for each decoded token where a device would be waited for."""
+    """Whether to inspect values: not while tracing; for a single token on the CPU only, to avoid a synchronisation."""
     return not is_tracing(x) and (q_length > 1 or x.device.type == "cpu")
 
 
@@ -286,7 +288,7 @@ def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length:
     if got[1] != 1:
         raise ValueError(
             f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
-            f"got {got}. `num_global_heads` and `sliding_window` say what the heads of each kind see"
+            f"got {got}. `num_global_heads` and `sliding_window` define what the heads of each kind see"
         )
     if got[0] not in (1, batch_size) or got[2] != q_length or got[3] < (total or 0):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What several packages share: the wording of messages and tables, and the summary of a model."""
+"""Utilities shared by several packages: wording of messages and tables, and the summary of a model."""
 
 from .model_summary import compare_costs, describe, has_sinks
 from .wording import format_duration, suggest, table, with_unit

@@ -1,4 +1,4 @@
-"""A model in figures: its shape and size, and what it costs beside plain multi-head attention."""
+"""Summarises a model: its shape and size, and its costs compared with plain multi-head attention."""
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
@@ -6,7 +6,7 @@ from .wording import with_unit
 
 
 def describe(config: LSGPTConfig) -> dict[str, str]:
-    """The shape and size of a model, in words to their values. What is as in GPT-2's blocks goes without saying."""
+    """The shape and size of a model, as labels and values. Omits what is as in GPT-2's blocks."""
     counts, heads = config.num_global_heads_per_layer, config.num_attention_heads
     if len(set(counts)) == 1:
         kinds = f"{counts[0]} global + {heads - counts[0]} local"
@@ -28,12 +28,12 @@ def describe(config: LSGPTConfig) -> dict[str, str]:
 
 
 def has_sinks(config: LSGPTConfig) -> bool:
-    """Whether any head has a sink: only local heads do."""
+    """Whether any head has a sink, which only local heads can have."""
     return config.attention_sinks and min(config.num_global_heads_per_layer) < config.num_attention_heads
 
 
 def _describe_blocks(config: LSGPTConfig) -> str:
-    """What differs from blocks of layer norms without biases and a GELU MLP."""
+    """Describes how blocks differ from the default ones, with layer norms, no biases and a GELU MLP."""
     places = {"qkv_proj": "queries, keys and values", "o_proj": "attention output", "mlp": "MLP"}
     if config.norm_type == "layer_norm":
         places["norm"] = "norms"
@@ -52,7 +52,7 @@ def _describe_blocks(config: LSGPTConfig) -> str:
 
 
 def compare_costs(config: LSGPTConfig, length: int) -> dict[str, tuple[str, str, str]]:
-    """What `length` tokens cost, beside the same model with all heads global: this model, that one, the ratio."""
+    """The cost of `length` tokens in this model and in the same model with all heads global, and the ratio of both."""
     mhsa = config.equal_mhsa()
     costs = {
         "forward FLOPs per token": ("", config.flops_per_token(length), mhsa.flops_per_token(length)),

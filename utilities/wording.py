@@ -1,17 +1,17 @@
-"""Small pieces of text for people: hints in error messages, numbers with units, tables."""
+"""Formatting for readers: hints in error messages, numbers with units, tables."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, or nothing when none is near."""
+    """End of an error message about an unknown name: suggests the nearest known name, or is empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def with_unit(value: float, unit: str = "") -> str:
-    """Three digits and a decimal prefix: 1234567 -> 1.23 M."""
+    """Formats a number with three digits and a decimal prefix: 1234567 -> 1.23 M."""
     prefixes = ["", "k", "M", "G", "T"]
     while value >= 999.5 and len(prefixes) > 1:
         value /= 1000
@@ -20,7 +20,7 @@ def with_unit(value: float, unit: str = "") -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time for reading: 45 s, 3.4 min, 2.1 h."""
+    """Formats a duration: 45 s, 3.4 min, 2.1 h."""
     for limit, size, unit in ((90, 1, "s"), (90 * 60, 60, "min")):
         if seconds < limit:
             return f"{seconds / size:.{0 if size == 1 else 1}f} {unit}"
@@ -28,6 +28,6 @@ def format_duration(seconds: float) -> str:
 
 
 def table(rows: Iterable[Iterable], head: Sequence[str] = ("", "")) -> str:
-    """A Markdown table of rows of cells, with what stands at the head of each column; by default names and values."""
+    """A Markdown table from rows of cells, with column headings; by default two columns with empty headings."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -93,7 +93,7 @@ def test_impossible_values_are_value_errors():
 def test_broken_recipes(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("[unclosed")
-    with pytest.raises(ValueError, match=r"recipe\.yaml is no YAML"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml is not valid YAML"):
         load_recipe(recipe)
     recipe.write_text("just text")
     with pytest.raises(ValueError, match="must be a mapping from names to values; got str"):

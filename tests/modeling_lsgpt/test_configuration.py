@@ -31,7 +31,7 @@ BAD_VALUES = {
     "rope parameters without rope": ({"rope_parameters": {"rope_theta": 5e5}}, "`rope_parameters` must be unset"),
     "unknown rope type": (
         {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "spiral"}},
-        "`rope_parameters` must be of a `rope_type` among default",
+        "`rope_parameters` must be a dictionary whose `rope_type` is one of default",
     ),
     "partial rotation": (
         {"position_embedding_type": "rope", "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -49,7 +49,7 @@ BAD_VALUES = {
     ),
     "rope parameters for each kind": (
         {**ROPE, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
-        "`rope_parameters` must be one set of parameters: both kinds of heads are rotated alike",
+        "`rope_parameters` must be one set of parameters, because both kinds of heads are rotated alike",
     ),
     "unknown activation": ({"hidden_act": "gloo"}, "`hidden_act` must be one of"),
     "dropout of one": ({"attention_dropout": 1.0}, "`attention_dropout` must be a probability"),

@@ -325,7 +325,7 @@ BAD_INPUTS = {
     "token id too large": ({"input_ids": torch.tensor([[1, 97]])}, "`input_ids` must be between 0 and 96"),
     "label id as token": ({"input_ids": torch.tensor([[1, -100]])}, "got -100"),
     "no batch axis": ({"input_ids": torch.tensor([1, 2])}, "`input_ids` must have shape (batch, tokens)"),
-    "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with a token or more"),
+    "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with at least one token"),
     "float ids": ({"input_ids": torch.zeros(1, 4)}, "`input_ids` must be integers"),
     "uint16 ids": ({"input_ids": torch.zeros(1, 4, dtype=torch.uint16)}, "torch.int32; got torch.uint16; convert"),
     "label too large": (
@@ -389,7 +389,7 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     with pytest.raises(ValueError, match="no backward pass on the CPU"):
         flex(input_ids)
     dropout = tiny_model(engine="flex_attention", head_dim=16, attention_dropout=0.1).train().requires_grad_(False)
-    with pytest.raises(ValueError, match="FlexAttention cannot do `attention_dropout`"):
+    with pytest.raises(ValueError, match="FlexAttention does not support `attention_dropout`"):
         dropout(input_ids)
     config = tiny_config(attn_logit_softcapping=20.0)
     with pytest.raises(ValueError, match="cannot soft-cap logits"):
@@ -400,7 +400,7 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
             LSGPTForCausalLM._from_config(tiny_config(), attn_implementation=f"flash_attention_{version}")
     with pytest.raises(ValueError, match="is not supported"):
         LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="magic")
-    with pytest.raises(ValueError, match="continuous batching keeps as many key/value heads"):
+    with pytest.raises(ValueError, match="continuous batching needs the same number of key/value heads"):
         tiny_model()(input_ids, cache=object())  # as it passes its paged cache
 
 
