@@ -1,4 +1,4 @@
-"""What do the known remedies against exploding logits do, beside and on top of Long Short-attention?"""
+"""How do known remedies for exploding logits compare with Long Short-attention, and do they add to it?"""
 
 from .learning_rates import AT_BEST, LearningRates, compare_losses
 from .study import EXCHANGED, Claim, Finding, Runs, Scale, below
