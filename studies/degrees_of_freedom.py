@@ -125,7 +125,7 @@ below 0.1 nats, and is not finite where it never did."""
         return {"fits": fits}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         logits = {arm: _column(runs.of(arm), "max_logit", -1) for arm in self.arms("micro")}
         divergences = {arm: _column(runs.of(arm), "divergence", -1) for arm in self.arms("micro")}
         dense, windowed = logits["dense-local-causal"], logits["dense-local-windowed"]

@@ -77,7 +77,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         return arms
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         heads = {count: runs.column("w12" if count == 1 else f"g{count}", "eval_loss") for count in HEADS}
         windows = {window: runs.column(f"w{window}", "eval_loss") for window in WINDOWS}
         short = {window: runs.column(f"n{SHORT}-w{window}", "eval_loss") for window in SHORT_WINDOWS}

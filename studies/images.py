@@ -149,7 +149,7 @@ nats per pixel."""
         return {"eval_loss": losses.nanmean().item(), "loss_by_row": by_row.tolist(), **values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
         pairs = {
             "row": ("local-only-one-row", "local-only-half-row"),

@@ -57,9 +57,11 @@ def inspect_heads(
         num_blocks: See `read_blocks`.
         far: See `attention_statistics`.
 
+    Returns:
+        The statistics that the files show.
+
     Raises:
-        ValueError: The folder has other files, or `check_length`, `read_blocks` or `attention_statistics` refuses its
-            arguments.
+        ValueError: The folder has other files, or `check_length`, `read_blocks` or `attention_statistics` raises it.
     """
     folder = Path(folder)
     if folder.exists() and not (folder.is_dir() and {file.name for file in folder.iterdir()} <= set(FILES)):
@@ -148,11 +150,11 @@ def format_report(statistics: AttentionStatistics, name: str, source: str) -> st
     return f"""# {name}: where heads look
 
 Measured on {source}. *Far* keys are {statistics.far:,} tokens away or more: those that a window of {statistics.far:,}
-tokens does not hold. [The page of all heads](attention.html) shows them on a passage; open it in a browser.
+tokens does not hold. [The page of all heads](attention.html) shows their attention on a passage; open it in a browser.
 
 ## Kinds of heads
 
-Means over heads, in brackets the smallest and the largest.
+Means over heads, with the smallest and the largest in brackets.
 
 {format_kinds(statistics)}
 
@@ -171,7 +173,7 @@ The figures of each head are in `statistics.json`.
 ## What the figures are
 
 Weights are those of the model's `eager` engine. A figure is the mean over blocks, and over the queries of a block for
-which it is defined: entropies need two keys or more, far keys a query that has some.
+which it is defined: entropies need at least two keys, and figures of far keys need queries that have such keys.
 
 {definitions}
 """

@@ -93,7 +93,7 @@ the share of steps whose loss is more than six standard deviations above the mea
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         best, losses = self._best(runs)
         findings = {
             claim: compare_losses(losses, first, second, best)

@@ -116,7 +116,7 @@ the tokens in the second half of each."""
         return {"beyond": {str(factor): loss_in_second_half(model, blocks[:, : factor * n]) for factor in (1, 2, 4)}}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         first, last = LENGTHS[0], LENGTHS[-1]
         gains = {n: self._advantage(runs, n) for n in (first, last)}
         ours, theirs = (runs.column(f"{name}-n{first}", "eval_loss") for name in ("ls", "mhsa"))

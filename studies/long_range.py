@@ -155,7 +155,7 @@ heads."""
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         far = {arm: runs.column(arm, "far_accuracy") for arm in self.arms("micro")}
         all_heads = max(self.scales["micro"].fields["global_heads"])
         learnt = [task for task in TASKS if mean(far[f"{task}-{all_heads}"]) >= LEARNT]

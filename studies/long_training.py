@@ -101,7 +101,7 @@ over the largest in the second tenth."""
         return {"max_logits_by_head": by_head}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         ours, theirs = (runs.column(name, "max_logit") for name in ("ls", "mhsa"))
         verdict = "not seen"
         if min(theirs) > 200 and max(ours) < 50:

@@ -167,7 +167,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         return {"by_share": by_share}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         right, wrong = (
             {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms("micro")}
             for is_noisy in (False, True)

@@ -117,7 +117,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
         findings = {}
         for kind, share in SHARES.items():

@@ -201,7 +201,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
         return {"weights": figures, "position": position, **values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         shares = {
             part: {(arm, name): shares_of(runs, arm, name, part) for arm in self.arms("micro") for name in WEIGHTS}
             for part in ("within", "beyond")

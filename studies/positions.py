@@ -51,7 +51,7 @@ the final loss of `mhsa` less that of `ls`, in nats per token, for each seed."""
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         return {
             claim: self._judge(runs, key, digits)
             for claim, key, digits in (("any-positions", "eval_loss", 3), ("logits", "max_logit", 1))

@@ -220,7 +220,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
         return {"hyperparameters": drawn, "trained_length": settings["trained_length"], "trainings": values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         return {claim: compare(runs, pairs) for claim, pairs in PAIRS.items()}
 
     def report(self, runs: Runs, folder: Path) -> str:

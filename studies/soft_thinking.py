@@ -239,7 +239,7 @@ GSM8K. If neither training raises pass@1, comparing the two says nothing, and st
         return values
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         zeros = [0.0]
 
         def compare(first: str, second: str, k: int) -> list[float]:
@@ -327,7 +327,7 @@ def held_out_sums(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def training_sum(generator: np.random.Generator, settings: Mapping[str, Any], held_out: Container[str]) -> Problem:
-    """A sum that models are not tested on."""
+    """A random sum that models are not tested on."""
     while True:
         problem = make_sum(generator, settings["num_terms"], settings["num_digits"])
         if problem.prompt not in held_out:

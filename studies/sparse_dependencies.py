@@ -88,7 +88,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
             trainer.data_collator = collate_with_hidden_keys
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         logits = {arm: runs.column(arm, "max_logit") for arm in self.arms("micro")}
         losses = {arm: runs.column(arm, "eval_loss") for arm in logits}
         ratios = {

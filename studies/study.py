@@ -120,7 +120,7 @@ class Study(ABC):
             arm: One of `arms`.
             seed: Random seed.
             scale: One of `scales`.
-            folder: The folder given to `prepare`; a run may also keep here what it needs to resume.
+            folder: The folder given to `prepare`. A run may also store there what it needs to resume.
             fields: Command-line fields that replace those of the recipe, if there is one.
 
         Returns:
@@ -205,8 +205,8 @@ def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor
 def collect(folder: Path) -> dict:
     """
     Collects the results of a training run: final figures, the largest logit during training, the spike score, the loss
-    by position, and curves of up to `NUM_POINTS` points. A point summarizes the steps since the point before it: by
-    their mean for the loss, by their maximum for logits.
+    by position, and curves of up to `NUM_POINTS` points. Each point summarizes the steps since the previous one by the
+    mean loss or the largest logit.
     """
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     logs = read_metrics(folder / "metrics.jsonl")

@@ -29,7 +29,7 @@ FAR = 128
 
 
 class WhereHeadsLook(TrainingStudy):
-    """Statistics of the attention of trained models, see `lsgpt inspect`."""
+    """Attention statistics of trained models, the same as in `lsgpt inspect`."""
 
     name = "where-heads-look"
     title = "Where heads look"
@@ -95,7 +95,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
         return statistics_of(model, validation_blocks(folder, NUM_BLOCKS, LENGTH), model.config.sliding_window)
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         figures = {
             name: {arm: [_mean_over_heads(run, name) for run in runs.of(arm)] for arm in ("mhsa", PRETRAINED)}
             for name in ("far_mass_without_first", "far_entropy")
