@@ -232,7 +232,7 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         has_mask = isinstance(mask, torch.Tensor) and mask.shape[-2:] == shape
         if not isinstance(weights, torch.Tensor) or weights.shape[-2:] != shape or not (plan or has_mask):
             raise ValueError(
-                "`model` must have layers that take an attention mask and return attention weights with "
+                "`model` must have layers that return attention weights and take an attention mask with "
                 f'attn_implementation="eager"; {type(layer).__name__} does not'
             )
         number = getattr(layer, "layer_idx", len(visited))
