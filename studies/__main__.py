@@ -1,4 +1,4 @@
-"""One run of a study in a process of its own: `python -m lsgpt.studies NAME SCALE ARM SEED FOLDER [--field value]`."""
+"""Performs one run of a study: `python -m lsgpt.studies NAME SCALE ARM SEED FOLDER [--field value]`."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from .runner import finite, result_file
 
 
 def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
-    """Makes the run and writes what it returns, with what it was made on, into `FOLDER/ARM/seed-SEED.json`."""
+    """Performs the run and writes its results and a description of the environment to `FOLDER/ARM/seed-SEED.json`."""
     start = time.perf_counter()
     values = load_study(name).run(arm, int(seed), scale, Path(folder), fields)
     line = {

@@ -17,13 +17,13 @@ from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, format_
 AT_LONGEST = "at the largest n / d, the largest logit"
 
 CLOSE_FIT = 0.1
-"""Nats per query: a fit with less divergence counts as close."""
+"""A fit counts as close if its divergence is below this value, in nats per query."""
 
 LOOK_EVERY_N_STEPS = 10
 
 
 class DegreesOfFreedom(Study):
-    """Free queries and keys fitted to attention patterns, without a network."""
+    """Fits free queries and keys to attention patterns, without a network."""
 
     name = "degrees-of-freedom"
     title = "Degrees of freedom"
@@ -100,7 +100,7 @@ below 0.1 nats, and is not finite where it never did."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Target and whether the softmax is windowed."""
+        """The target of each arm, and whether its softmax is windowed."""
         return {
             "dense-local-causal": ("dense-local", False),
             "dense-local-windowed": ("dense-local", True),
@@ -125,7 +125,7 @@ below 0.1 nats, and is not finite where it never did."""
         return {"fits": fits}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         logits = {arm: _column(runs.of(arm), "max_logit", -1) for arm in self.arms("micro")}
         divergences = {arm: _column(runs.of(arm), "divergence", -1) for arm in self.arms("micro")}
         dense, windowed = logits["dense-local-causal"], logits["dense-local-windowed"]
@@ -193,7 +193,7 @@ def _compare(values: dict[str, list[float]], first: str, second: str, what: str,
 
 
 def visible_pairs(length: int, window: int | None = None) -> torch.Tensor:
-    """Pairs of queries and keys in a causal softmax, of the last `window` keys if given: `(n, n)` booleans."""
+    """Pairs of queries and keys in a causal softmax, limited to the last `window` keys if given: `(n, n)` booleans."""
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     return visible if window is None else visible.triu(1 - window)
 
@@ -202,17 +202,17 @@ def make_target(
     kind: str, length: int, window: int, num_keys: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    A target attention.
+    Makes a random target attention.
 
     Args:
         kind: `dense-local`, `sparse` or `mixed`, see the study's protocol.
         length: n, the number of queries and keys.
-        window: Number of keys that a row of `dense-local` covers, the query's own included.
-        num_keys: Number of keys that a row of `sparse` has, fewer where the past is shorter.
-        generator: Source of the random numbers.
+        window: Number of keys in a row of `dense-local`, including the query's own.
+        num_keys: Number of keys in a row of `sparse`; fewer if the past is shorter.
+        generator: Random number generator.
 
     Returns:
-        `(n, n)` weights, each row of which has the sum 1.
+        `(n, n)` weights, each row of which sums to 1.
     """
     if kind == "mixed":
         parts = [make_target(part, length, window, num_keys, generator) for part in ("dense-local", "sparse")]
@@ -243,13 +243,13 @@ def fit(
         visible: `(n, n)` booleans, the pairs in the softmax.
         width: d, the size of queries and keys.
         num_steps: Number of steps of Adam.
-        generator: Source of the initial values, on the CPU.
-        learning_rate: At the beginning; it falls to zero on a cosine.
+        generator: Random number generator for the initial values, on the CPU.
+        learning_rate: Initial learning rate, which decays to zero on a cosine.
 
     Returns:
-        At the end `max_logit`, the largest |logit| of visible pairs, and `divergence`, that of the fit from the target
-        in nats per query; and `max_logit_at_close_fit`, the largest |logit| when the divergence was first seen below
-        `CLOSE_FIT`, NaN if it never was.
+        `max_logit`, the largest |logit| of visible pairs at the end; `divergence`, the final divergence of the fit
+        from the target in nats per query; and `max_logit_at_close_fit`, the largest |logit| when the divergence was
+        first seen below `CLOSE_FIT`, or NaN if it never was.
     """
     length = len(target)
     query, key = (
@@ -262,7 +262,7 @@ def fit(
 
     def divergence():
         logits = query @ key.T / width**0.5
-        # The target is zero where the mask is infinite, so that its product takes the logits without the mask.
+        # The product takes the logits without the mask: where the mask is infinite, the target is zero.
         cross_entropy = (logits + mask).logsumexp(-1) - (target * logits).sum(-1)
         return cross_entropy.mean() - entropy, logits
 

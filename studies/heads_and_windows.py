@@ -24,11 +24,11 @@ HEADS = (0, 1, 2, 3, 4, 5, 6)
 WINDOWS = (4, 8, 12, 24, 48, 96, 256)
 SHORT_WINDOWS = (4, 8, 12, 24, 48)
 SHORT = 128
-"""Tokens in the blocks of the second row of windows."""
+"""Block size, in tokens, of the second series of windows."""
 
 
 class HeadsAndWindows(TrainingStudy):
-    """One training for each number of global heads, and one for each window."""
+    """One training run for each number of global heads, and one for each window."""
 
     name = "heads-and-windows"
     title = "Number of global heads, and window"
@@ -66,7 +66,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """The paper's scale has the same numbers of heads, and four times the windows and lengths."""
+        """The scale `paper` has the same numbers of heads, but windows and blocks that are four times as long."""
         factor = 1 if scale == "micro" else 4
         arms = {f"g{count}": {"config_overrides": {"num_global_heads": count}} for count in HEADS if count != 1}
         arms |= {f"w{window}": {"config_overrides": {"sliding_window": window * factor}} for window in WINDOWS}
@@ -77,7 +77,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         return arms
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         heads = {count: runs.column("w12" if count == 1 else f"g{count}", "eval_loss") for count in HEADS}
         windows = {window: runs.column(f"w{window}", "eval_loss") for window in WINDOWS}
         short = {window: runs.column(f"n{SHORT}-w{window}", "eval_loss") for window in SHORT_WINDOWS}
@@ -104,7 +104,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, and the loss over heads and windows."""
+        """Final figures, and plots of the loss over heads and windows."""
         heads = [(count, "w12" if count == 1 else f"g{count}") for count in HEADS]
         rows = {
             "n = 512": [(window, f"w{window}") for window in WINDOWS],

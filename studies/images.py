@@ -1,4 +1,4 @@
-"""Does a window need to cover the structure of the data? Next-pixel prediction, where the structure is the row."""
+"""Does a window need to cover the structure of the data? Next-pixel prediction, where rows are the structure."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,12 +19,12 @@ from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, curves_
 
 
 PHOTOGRAPHS = "scikit-learn"
-"""The name of the data set of the two photographs that come with scikit-learn."""
+"""Name of the data set that consists of the two photographs in scikit-learn."""
 
 NUM_GREYS = 32
 
 WINDOWS = {"quarter-row": 0.25, "half-row": 0.5, "one-row": 1.0, "row-and-more": 1.25, "four-rows": 4.0}
-"""Windows of the arms, in rows."""
+"""Window of each arm, in rows."""
 
 
 class Images(Study):
@@ -129,7 +129,7 @@ nats per pixel."""
         return {"mhsa": {"num_global_heads": "all"}, **split}
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Looks whether the images can be had, before the first run. Raises `ImportError` as `load_images`."""
+        """Checks that the images can be loaded, before the first run. Raises `ImportError` as `load_images` does."""
         load_images(self.scales[scale].fields["dataset"])
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
@@ -149,7 +149,7 @@ nats per pixel."""
         return {"eval_loss": losses.nanmean().item(), "loss_by_row": by_row.tolist(), **values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
         pairs = {
             "row": ("local-only-one-row", "local-only-half-row"),
@@ -201,11 +201,11 @@ STUDY = Images()
 
 def load_images(dataset: str) -> dict[str, list[np.ndarray]]:
     """
-    Images in `NUM_GREYS` grey levels, `(rows, columns)` each, for training and for validation.
+    Loads images in `NUM_GREYS` grey levels, `(rows, columns)` each, for training and for validation.
 
     Args:
-        dataset: `PHOTOGRAPHS`, of each of which the left four fifths are for training; or a data set of images with
-            the splits `train` and `test`, by its name on the Hub or its folder.
+        dataset: `PHOTOGRAPHS`, where the left four fifths of each photograph are for training; or the name on the Hub
+            or the folder of a data set of images with the splits `train` and `test`.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -232,19 +232,19 @@ def load_images(dataset: str) -> dict[str, list[np.ndarray]]:
 
 
 def to_greys(image: Pillow.Image) -> np.ndarray:
-    """Pixels `(rows, columns)` from 0, black, to `NUM_GREYS - 1`, white."""
+    """Converts an image to pixels `(rows, columns)` from 0 (black) to `NUM_GREYS - 1` (white)."""
     return np.asarray(image.convert("L")) // (256 // NUM_GREYS)
 
 
 def random_crop(images: Sequence[np.ndarray], width: int, height: int, generator: np.random.Generator) -> np.ndarray:
-    """A crop, `(height, width)`, of one of the images, all of which are as likely."""
+    """A random crop, `(height, width)`, of one of the images, each of which is equally likely."""
     image = images[int(generator.integers(len(images)))]
     top, left = (generator.integers(size - part + 1) for size, part in zip(image.shape, (height, width)))
     return image[top : top + height, left : left + width]
 
 
 def all_crops(images: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """All crops side by side that do not overlap, `(N, height, width)`."""
+    """Cuts images into adjacent crops that do not overlap, `(N, height, width)`."""
     crops = [
         image[top : top + height, left : left + width]
         for image in images
@@ -255,7 +255,7 @@ def all_crops(images: Sequence[np.ndarray], width: int, height: int) -> np.ndarr
 
 
 def as_row(crop: np.ndarray) -> dict[str, np.ndarray]:
-    """A crop as a sequence, row by row; its first pixel is not predicted."""
+    """Flattens a crop to a sequence, row by row; its first pixel is not predicted."""
     ids = crop.reshape(-1).astype(np.int64)
     labels = ids.copy()
     labels[0] = -100

@@ -1,8 +1,8 @@
 """
-Where the heads of a decoder look, in figures for each head.
+Statistics of where each head of a decoder looks.
 
 Shapes: T tokens, H query heads, L layers with attention. Queries are rows `i`, keys are columns `j`, and `A` is the
-matrix of a head's attention weights, as the model's `eager` engine gives it.
+matrix of a head's attention weights, as computed by the model's `eager` engine.
 """
 
 import inspect
@@ -22,45 +22,45 @@ from lsgpt.telemetry import causal_attention_layers
 
 
 SINK = 0.3
-"""A head with more of its attention on the first token is a sink head (arXiv:2410.10781, section 3)."""
+"""A head with a larger share of its attention on the first token is a sink head (arXiv:2410.10781, section 3)."""
 
 FAR = 128
-"""Tokens that count as near by default, in models without local heads."""
+"""Default for `far` in models without local heads, in tokens."""
 
 
 class AttentionStatistics(NamedTuple):
     """
-    Figures of every head, float64 `(L, H)` on the CPU, in the model's order of heads: in LSGPT global ones first.
+    Figures of every head, float64 `(L, H)` on the CPU, in the model's order of heads (in LSGPT, global heads first).
 
-    Each is the mean over blocks of text, and over the queries of a block for which it is defined. It is NaN where that
-    is none, and where a layer has fewer heads than others.
+    Each is the mean over blocks of text, and over the queries of a block for which it is defined. It is NaN if there
+    are no such queries, and in the places that remain empty if a layer has fewer heads than others.
     """
 
     layers: list[int]
-    """The numbers of the layers, which have gaps where layers do without attention."""
+    """The numbers of the layers, with gaps for layers without attention."""
     is_local: torch.Tensor
     """Whether the head has a window; bool."""
     far: int
-    """Keys that are as many tokens away, or more, are far: those that a window of `far` tokens does not hold."""
+    """Keys at a distance of `far` tokens or more are far. They are outside a window of `far` tokens."""
     distance: torch.Tensor
     """`sum A (i - j) / sum A`, in tokens (arXiv:1906.04284)."""
     entropy: torch.Tensor
     """
-    `-sum_j p log p / log n_i` with `p = A / sum_j A` and `n_i` the number of keys that query `i` may see: 0 is all on
-    one key, 1 is the same on all. Of queries that see two keys or more.
+    `-sum_j p log p / log n_i` with `p = A / sum_j A` and `n_i` the number of keys that query `i` may see: 0 means that
+    all attention is on one key, 1 that it is uniform. Only queries that see two or more keys count.
     """
     effective_rank: torch.Tensor
-    """`exp(-sum_k s_k log s_k)` of `A`'s singular values, scaled to a sum of 1: 1 to T (Roy and Vetterli 2007)."""
+    """`exp(-sum_k s_k log s_k)`, `A`'s singular values `s_k` scaled to sum to 1: 1 to T (Roy and Vetterli 2007)."""
     first_token: torch.Tensor
-    """`A` on the first token of the block (arXiv:2410.10781). A local head sees it from the first queries only."""
+    """`A` on the first token of the block (arXiv:2410.10781). In local heads, only the first queries see it."""
     learned_sink: torch.Tensor
-    """`1 - sum_j A`: what a learned sink takes, which is no key. Exactly 0 in layers without one."""
+    """`1 - sum_j A`: the share of a learned sink, which is not a key. Exactly 0 in layers without sinks."""
     far_mass: torch.Tensor
-    """`sum A` over far keys, of queries that have some."""
+    """`sum A` over far keys, for queries that have any."""
     far_mass_without_first: torch.Tensor
-    """The same without the first token, on which a head also rests when it looks at nothing."""
+    """The same without the first token, which may also attract attention when a head finds nothing to attend to."""
     far_entropy: torch.Tensor
-    """`entropy` among far keys without the first token: is what goes far dense (1) or sparse (0)?"""
+    """`entropy` among far keys without the first token: attention to the far past is sparse at 0 and dense at 1."""
 
     @property
     def is_sink(self) -> torch.Tensor:
@@ -68,7 +68,7 @@ class AttentionStatistics(NamedTuple):
         return self.first_token > SINK
 
     def figures(self) -> dict[str, torch.Tensor]:
-        """The figures by name; no `learned_sink` where the model has none."""
+        """The figures by name, without `learned_sink` if the model has none."""
         names = [name for name in FIGURES if name != "learned_sink" or self.learned_sink.nan_to_num().any()]
         return {name: getattr(self, name) for name in names}
 
@@ -87,7 +87,7 @@ FIGURES = {
     "far_mass_without_first": ("far, not first", "the same without the first token"),
     "far_entropy": ("far entropy", "how evenly that is spread over the far keys: 0 is sparse, 1 is dense"),
 }  # fmt: skip
-"""For each figure its name for people, and what it is."""
+"""Maps each figure to its displayed name and its definition."""
 
 SHARES = {"first_token", "learned_sink", "far_mass", "far_mass_without_first"}
 """The figures that are shares of attention."""
@@ -97,18 +97,18 @@ def attention_statistics(model: nn.Module, input_ids: torch.Tensor, far: int | N
     """
     Measures where the heads of a decoder look.
 
-    The weights of one layer and one block are in memory at a time. The model runs in evaluation mode on its `eager`
-    engine, and has its own mode and engine back afterwards.
+    Only the weights of one layer and one block are in memory at a time. The model runs in evaluation mode with its
+    `eager` engine; its previous mode and engine are restored afterwards.
 
     Args:
-        model: LSGPT, or a decoder of Transformers with causal attention; alone or wrapped (DDP, PEFT).
+        model: LSGPT, or a Transformers decoder with causal attention; possibly wrapped (DDP, PEFT).
         input_ids (`(N, T)`): Blocks of text without padding.
-        far: See `AttentionStatistics.far`; by default LSGPT's window where it has local heads, else 128, and at most
-            half of a block.
+        far: See `AttentionStatistics.far`; by default the window of LSGPT's local heads, or 128 without local heads,
+            but at most half of a block.
 
     Raises:
-        ValueError: No blocks of two tokens or more, a `far` that leaves no far keys, or a model that is no decoder or
-            gives no attention weights, or some that are not finite.
+        ValueError: There are no blocks of two or more tokens, no keys are far, or the model is not a decoder or does
+            not return finite attention weights.
 
     ```python
     >>> statistics = attention_statistics(model, blocks)
@@ -117,7 +117,7 @@ def attention_statistics(model: nn.Module, input_ids: torch.Tensor, far: int | N
     """
     if input_ids.ndim != 2 or not len(input_ids) or input_ids.shape[1] < 2:
         raise ValueError(
-            "`input_ids` must have shape (blocks, tokens) with a block or more, of two tokens or more; got "
+            "`input_ids` must have shape (blocks, tokens) with at least one block of at least two tokens; got "
             f"{tuple(input_ids.shape)}"
         )
     length = input_ids.shape[1]
@@ -150,10 +150,10 @@ def head_figures(weights: torch.Tensor, visible: torch.Tensor, far: int, has_sin
         weights (`(T, T)`): Its attention weights, queries by keys.
         visible (`(T, T)`): Which keys a query may see; bool.
         far: See `AttentionStatistics`.
-        has_sink: Whether a learned sink takes what a query's weights lack to a sum of 1.
+        has_sink: Whether the head has a learned sink, which takes the rest if a query's weights sum to less than 1.
 
     Returns:
-        float64, in the order of `FIGURES`.
+        The figures in the order of `FIGURES`, float64.
     """
     weights = weights.double()
     positions = torch.arange(len(weights), device=weights.device)
@@ -177,8 +177,10 @@ def head_figures(weights: torch.Tensor, visible: torch.Tensor, far: int, has_sin
 
 def mean_entropy(weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """
-    The entropy of each query's weights on its keys among `pairs`, scaled to a sum of 1, over the logarithm of the
-    number of these keys; the mean over queries with two such keys or more and weight on them.
+    The mean normalized entropy of attention among `pairs`.
+
+    A query's weights on its keys in `pairs` are scaled to sum to 1, and their entropy is divided by the logarithm of
+    the number of these keys. Queries with fewer than two such keys, or without any weight on them, do not count.
     """
     weights = weights * pairs
     counts, totals = pairs.sum(-1), weights.sum(-1)
@@ -196,24 +198,25 @@ class LayerAttention(NamedTuple):
     visible: torch.Tensor
     """`(1 or H, T, T)`: which keys a query may see; bool."""
     is_local: torch.Tensor
-    """`(H,)`: LSGPT's local heads; in other models heads whose window does not reach over this text. On the CPU."""
+    """`(H,)`: LSGPT's local heads; in other models, heads whose window is shorter than this text. On the CPU."""
     has_sink: torch.Tensor
-    """`(H,)`: whether a head has a learned sink, which takes what its weights lack to a sum of 1. On the CPU."""
+    """`(H,)`: whether a head has a learned sink, which takes the rest if weights sum to less than 1. On the CPU."""
 
 
 @torch.no_grad()
 def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[LayerAttention], None]):
     """
-    Runs a model on one text, and shows `visit` the attention of one layer after the other.
+    Runs a model on one text, and calls `visit` with the attention of each layer in turn.
 
-    Unless `visit` keeps the weights, their memory is free again before the next layer attends.
+    Unless `visit` keeps the weights, their memory is freed before the attention of the next layer.
 
     Args:
-        model: As of `attention_statistics`.
+        model: See `attention_statistics`.
         input_ids (`(T,)`): The text.
+        visit: Called once for each layer.
 
     Raises:
-        ValueError: The model is no decoder, or gives no attention weights, or some that are not finite.
+        ValueError: The model is not a decoder, or does not return finite attention weights.
     """
     layers = attention_layers(model) if _is_lsgpt(model) else causal_attention_layers(model)
     decoder = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -229,7 +232,7 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         has_mask = isinstance(mask, torch.Tensor) and mask.shape[-2:] == shape
         if not isinstance(weights, torch.Tensor) or weights.shape[-2:] != shape or not (plan or has_mask):
             raise ValueError(
-                "`model` must have layers that return attention weights, of pairs that a mask allows, with "
+                "`model` must have layers that return attention weights and take an attention mask with "
                 f'attn_implementation="eager"; {type(layer).__name__} does not'
             )
         number = getattr(layer, "layer_idx", len(visited))
@@ -260,7 +263,7 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         decoder.train(was_training)
         decoder.set_attn_implementation(engine)
     if not visited:
-        raise ValueError(f"`model` must have attention; {type(decoder).__name__} never called that of its layers")
+        raise ValueError(f"`model` must have attention; {type(decoder).__name__} never called its attention layers")
 
 
 def _is_lsgpt(model: nn.Module) -> bool:
@@ -268,6 +271,6 @@ def _is_lsgpt(model: nn.Module) -> bool:
 
 
 def _window(model: nn.Module) -> int | None:
-    """The window of LSGPT's local heads; `None` where there are none."""
+    """The window of LSGPT's local heads; `None` if there are none."""
     groups = [group for layer in attention_layers(model) for group in layer.head_groups] if _is_lsgpt(model) else []
     return next((group.sliding_window for group in groups if group.kind == LOCAL), None)

@@ -1,4 +1,4 @@
-"""The command `lsgpt inspect`: a report, plots and a page of where the heads of a model look on a text."""
+"""The command `lsgpt inspect`: a report, plots and a web page that show where the heads of a model look."""
 
 import json
 import math
@@ -18,19 +18,19 @@ from .inspection import FIGURES, SHARES, AttentionStatistics, LayerAttention, at
 
 
 FILES = ("report.md", "heads.png", "statistics.json", "attention.html")
-"""What `inspect_heads` writes."""
+"""The files that `inspect_heads` writes."""
 
 LENGTH = 512
-"""Number of tokens in a block at most, where nothing else is asked for."""
+"""Default for the maximum number of tokens in a block."""
 
 PAGE_TOKENS = 128
-"""Number of tokens of the passage on the page at most, ..."""
+"""Maximum number of tokens in the passage on the page."""
 
 PAGE_WEIGHTS = 2_000_000
-"""... and number of attention weights: a page of about 5 MB."""
+"""Maximum number of attention weights on the page, which then has about 5 MB."""
 
 PAGE_SCALE = 10_000
-"""Weights on the page are whole numbers of ten-thousandths."""
+"""Weights on the page are integers, in units of one ten-thousandth."""
 
 
 def inspect_heads(
@@ -44,19 +44,24 @@ def inspect_heads(
     far: int | None = None,
 ) -> AttentionStatistics:
     """
-    Measures where the heads of a model look on a text, and writes `report.md`, `heads.png`, `statistics.json` and
-    `attention.html` into a folder.
+    Measures where the heads of a model look in a text, and writes `report.md`, `heads.png`, `statistics.json` and
+    `attention.html` to a folder.
 
     Args:
-        model: As of `attention_statistics`.
-        tokenizer: The model's.
-        text, length, num_blocks: As of `read_blocks`.
-        folder: A new folder, an empty one, or one of an earlier inspection, whose files are replaced.
-        name: The model's, for reading.
-        far: As of `attention_statistics`.
+        model: See `attention_statistics`.
+        tokenizer: The model's tokenizer.
+        text: See `read_blocks`.
+        folder: A new or empty folder, or that of an earlier inspection, whose files are replaced.
+        name: The displayed name of the model.
+        length: See `check_length`.
+        num_blocks: See `read_blocks`.
+        far: See `attention_statistics`.
+
+    Returns:
+        The statistics that the files show.
 
     Raises:
-        ValueError: A folder with other files, or what `read_blocks` and `attention_statistics` do not take.
+        ValueError: The folder has other files, or `check_length`, `read_blocks` or `attention_statistics` raises it.
     """
     folder = Path(folder)
     if folder.exists() and not (folder.is_dir() and {file.name for file in folder.iterdir()} <= set(FILES)):
@@ -77,10 +82,10 @@ def inspect_heads(
 
 def check_length(length: int | None, config: PreTrainedConfig) -> int:
     """
-    The number of tokens in a block: `length`, by default 512 or as many as the model has positions.
+    The number of tokens in a block: `length`, by default 512 or the model's number of positions if that is smaller.
 
     Raises:
-        ValueError: More than the model has positions.
+        ValueError: `length` is larger than the model's number of positions.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and length and length > positions:
@@ -90,20 +95,20 @@ def check_length(length: int | None, config: PreTrainedConfig) -> int:
 
 def read_blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, num_blocks: int) -> torch.Tensor:
     """
-    The first blocks of a text in tokens. Each begins with the token that the tokenizer begins texts with, if any.
+    Reads the first blocks of a text. Each begins with the beginning-of-text token, if the tokenizer adds one to texts.
 
     Args:
-        text: A `.txt` file, which is read from its beginning; or a data set as of `load_documents`, of which the
-            documents of the split `validation` are read.
-        tokenizer: The model's.
+        text: A `.txt` file, which is read from its beginning; or a data set as for `load_documents`, whose split
+            `validation` is read.
+        tokenizer: The model's tokenizer.
         length: Number of tokens in a block. A shorter text makes one block.
-        num_blocks: Number of blocks at most.
+        num_blocks: Maximum number of blocks.
 
     Returns:
-        `(blocks, tokens)`.
+        Token ids `(blocks, tokens)`.
 
     Raises:
-        ValueError: No such text, or one of fewer than two tokens.
+        ValueError: The text does not exist, or has fewer than two tokens.
     """
     if Path(text).is_file() and Path(text).suffix == ".txt":
         documents = [Path(text).read_text(encoding="utf-8")]
@@ -126,13 +131,13 @@ def read_blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, num_
 
 
 def kinds_of_heads(statistics: AttentionStatistics) -> dict[str, torch.Tensor]:
-    """Which heads are of which kind, bool `(L, H)`: `global` and `local`, or `all` where there are no local ones."""
+    """The heads of each kind, bool `(L, H)`: `global` and `local`, or `all` if there are no local heads."""
     exists, is_local = ~statistics.distance.isnan(), statistics.is_local
     return {"global": exists & ~is_local, "local": is_local} if is_local.any() else {"all": exists}
 
 
 def format_report(statistics: AttentionStatistics, name: str, source: str) -> str:
-    """The report in Markdown. `name` is the model's, `source` says what was measured."""
+    """The report in Markdown. `name` is the model's name, `source` says which text was measured."""
     figures, kinds = statistics.figures(), kinds_of_heads(statistics)
     labels = [FIGURES[figure][0] for figure in figures]
     layers = [
@@ -145,11 +150,11 @@ def format_report(statistics: AttentionStatistics, name: str, source: str) -> st
     return f"""# {name}: where heads look
 
 Measured on {source}. *Far* keys are {statistics.far:,} tokens away or more: those that a window of {statistics.far:,}
-tokens does not hold. [The page of all heads](attention.html) shows them on a passage; open it in a browser.
+tokens does not hold. [The page of all heads](attention.html) shows their attention on a passage; open it in a browser.
 
 ## Kinds of heads
 
-Means over heads, in brackets the smallest and the largest.
+Means over heads, with the smallest and the largest in brackets.
 
 {format_kinds(statistics)}
 
@@ -168,14 +173,14 @@ The figures of each head are in `statistics.json`.
 ## What the figures are
 
 Weights are those of the model's `eager` engine. A figure is the mean over blocks, and over the queries of a block for
-which it is defined: entropies need two keys or more, far keys a query that has some.
+which it is defined: entropies need at least two keys, and figures of far keys need queries that have such keys.
 
 {definitions}
 """
 
 
 def format_kinds(statistics: AttentionStatistics) -> str:
-    """A Markdown table of the figures of each kind of head."""
+    """Formats the figures of each kind of head as a Markdown table."""
     kinds = kinds_of_heads(statistics)
     rows = []
     for figure, values in statistics.figures().items():
@@ -190,7 +195,7 @@ def format_kinds(statistics: AttentionStatistics) -> str:
 
 
 def _format_heads(statistics: AttentionStatistics, chosen: torch.Tensor) -> list[str]:
-    """Number of the chosen heads, means of their figures, number of sink heads."""
+    """Formats the number of the chosen heads, the means of their figures, and the number of sink heads."""
     means = [_format(figure, values[chosen].nanmean().item()) for figure, values in statistics.figures().items()]
     return [str(int(chosen.sum())), *means, str(int((statistics.is_sink & chosen).sum()))]
 
@@ -225,7 +230,7 @@ def _without_nan(rows: list) -> list:
 
 def plot_heads(path: str | Path, statistics: AttentionStatistics):
     """
-    Draws every figure as a heat map, layers by heads. Heads for which it is not defined are grey.
+    Draws every figure as a heat map, layers by heads. Heads for which a figure is not defined are grey.
 
     Args:
         path: The PNG file to write.
@@ -234,7 +239,7 @@ def plot_heads(path: str | Path, statistics: AttentionStatistics):
     figures = statistics.figures()
     num_layers, num_heads = statistics.distance.shape
     columns, rows = 4, math.ceil(len(figures) / 4)
-    # In inches; a layout that is computed takes seconds.
+    # In inches. Sizes are fixed because computing a layout takes seconds.
     panel = min(max(1.6, 0.25 * num_heads), 5), min(max(1.2, 0.25 * num_layers), 5)
     cell = panel[0] + 1.3, panel[1] + 0.6
     size = columns * cell[0], rows * cell[1] + 0.5
@@ -277,18 +282,20 @@ def write_page(
     source: str,
 ):
     """
-    Writes a page on which a person sees where each token of a passage looks. It is one file, and loads nothing.
+    Writes a web page that shows where each token of a passage looks. It is one file, which loads no others.
 
-    It holds the weights of the model's `eager` engine, rounded to ten-thousandths. Of the text it takes the first 128
-    tokens, or fewer where there are so many heads that the file would have more than about 5 MB.
+    The page holds the weights of the model's `eager` engine, rounded to ten-thousandths, for the first 128 tokens of
+    the text; for fewer tokens if the model has so many heads that the file would become larger than about 5 MB.
 
     Args:
         path: The HTML file to write.
-        model: As of `attention_statistics`.
-        tokenizer: The model's.
+        model: See `attention_statistics`.
+        tokenizer: The model's tokenizer.
         input_ids (`(T,)`): The text.
-        statistics: Figures of the heads, which may be of more text.
-        name, text, source: The model's name, the text's name, and what `statistics` were measured on, for reading.
+        statistics: Figures of the heads, which may come from a longer text.
+        name: The displayed name of the model.
+        text: The displayed name of the text.
+        source: A description of what `statistics` were measured on.
     """
     figures, layers = statistics.figures(), []
     num_heads = int((~statistics.distance.isnan()).sum())
@@ -326,7 +333,7 @@ def write_page(
     }
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     template = Path(__file__).with_name("inspection.html").read_text(encoding="utf-8")
-    # In a text, `</script>` would end the data.
+    # Without this, a `</script>` in the text would end the data.
     Path(path).write_text(template.replace("__DATA__", data.replace("<", "\\u003c")), encoding="utf-8")
 
 

@@ -93,7 +93,7 @@ the share of steps whose loss is more than six standard deviations above the mea
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         best, losses = self._best(runs)
         findings = {
             claim: compare_losses(losses, first, second, best)
@@ -110,7 +110,7 @@ the share of steps whose loss is more than six standard deviations above the mea
         return findings
 
     def _best(self, runs: Runs) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """The best rate of each name, and the final losses there."""
+        """The best rate of each name, and the final losses at that rate."""
         rates = self._rates_of(runs)
         if len(rates) < len(self.rates):
             raise NotRunError("some of the rates")
@@ -133,7 +133,7 @@ the share of steps whose loss is more than six standard deviations above the mea
         return sorted({float(arm.split("-lr")[1]) for arm in runs})
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Tables of losses and logits, arms by rates, and both as plots."""
+        """Tables of losses, logits and spike scores, arms by rates, and plots of the first two."""
         rates = self._rates_of(runs)
         names = [name for name in self.names if any(arm_at(name, rate) in runs for rate in rates)]
         sections = [
@@ -176,20 +176,20 @@ def arm_at(name: str, rate: float) -> str:
 
 
 def _floor(rate: float, scale: str) -> dict:
-    """The end of the cosine: a tenth of the rate, where the recipe has a number."""
+    """The end of the cosine, a tenth of the rate, for the recipe that sets it as an absolute value."""
     return {} if scale == "micro" else {"lr_scheduler_kwargs": {"min_lr": rate / 10}}
 
 
 def best_rate(runs: Runs, name: str, rates: list[float]) -> float:
-    """The rate with the lowest mean of the final loss, of those at which all seeds are finite."""
+    """The rate with the lowest mean final loss, which is infinite at rates at which a seed diverged."""
     sums = {rate: sum(runs.column(arm_at(name, rate), "eval_loss")) for rate in rates}
     return min(sums, key=sums.__getitem__)
 
 
 def sensitivity(runs: Runs, name: str, rates: list[float]) -> list[float]:
     """
-    For each seed the mean over rates of the final loss, at most the one before training, less the best
-    (arXiv:2309.14322).
+    The sensitivity for each seed: the mean final loss over rates, each capped at the loss before training, minus the
+    lowest of them (arXiv:2309.14322).
     """
     by_rate = [runs.of(arm_at(name, rate)) for rate in rates]
     values = []
@@ -211,7 +211,7 @@ def compare_losses(
 
 
 def verdict_below(first: Sequence[float], second: Sequence[float]) -> str:
-    """`seen` where the first are below the second, see `is_below`, `opposite` where they are above."""
+    """`seen` if `first` is below `second` (see `is_below`), `opposite` if it is above, otherwise `not seen`."""
     if is_below(first, second):
         return "seen"
     return "opposite" if is_below(second, first) else "not seen"

@@ -1,4 +1,4 @@
-"""Does the advantage of LS-attention grow with the length of the sequences, and what becomes of it beyond them?"""
+"""Does the advantage of LS-attention grow with the sequence length, and does it last beyond the trained length?"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,14 +32,14 @@ from .study import (
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 BEYOND = 512
-"""The length of the trainings that are evaluated at twice and four times as many tokens."""
+"""Training length of the models that are also evaluated at two and four times this length."""
 KINDS = ("rope", "none")
 NUM_BLOCKS = 16
-"""Blocks of 4n tokens for the evaluation beyond the trained length."""
+"""Number of blocks of 4n tokens for the evaluation beyond the trained length."""
 
 
 class Lengths(TrainingStudy):
-    """Trainings at lengths from 64 to 2,048 tokens, and evaluations beyond the trained length."""
+    """Training runs at lengths from 64 to 2,048 tokens, and evaluations beyond the trained length."""
 
     name = "lengths"
     title = "Length of the sequences"
@@ -85,7 +85,7 @@ the tokens in the second half of each."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """The paper's scale has four times the lengths."""
+        """At the scale `paper`, all lengths are four times as large."""
         factor, tokens = (1, 2048) if scale == "micro" else (4, 2**18)
         arms = {}
         for name, heads in (("mhsa", {"num_global_heads": "all"}), ("ls", {})):
@@ -107,7 +107,7 @@ the tokens in the second half of each."""
         return arms
 
     def measure(self, folder: Path) -> dict:
-        """The loss in the second half of n, 2n and 4n tokens, where positions have no end."""
+        """The loss in the second half of n, 2n and 4n tokens, for positions without an upper limit."""
         model = AutoModelForCausalLM.from_pretrained(folder)
         if model.config.position_embedding_type not in KINDS:
             return {}
@@ -116,7 +116,7 @@ the tokens in the second half of each."""
         return {"beyond": {str(factor): loss_in_second_half(model, blocks[:, : factor * n]) for factor in (1, 2, 4)}}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         first, last = LENGTHS[0], LENGTHS[-1]
         gains = {n: self._advantage(runs, n) for n in (first, last)}
         ours, theirs = (runs.column(f"{name}-n{first}", "eval_loss") for name in ("ls", "mhsa"))
@@ -152,7 +152,7 @@ the tokens in the second half of each."""
         return [theirs - ours for theirs, ours in pairs]
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, losses and logits over the length, and losses beyond it."""
+        """Final figures, plots of loss and logits over the length, and losses beyond the trained length."""
         plots = []
         for file, key, label in (
             ("loss.png", "eval_loss", "final validation loss (nats per token)"),

@@ -16,13 +16,13 @@ from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, 
 
 
 MARK, ASK = 0, 1
-"""The two tokens that are no symbols."""
+"""The two tokens that are not symbols."""
 
 SEED_OF_EVALUATION = 2**31
-"""No seed of a run, so that a model is evaluated on rows that it was not trained on."""
+"""Never the seed of a run, so models are evaluated on rows that they were not trained on."""
 
 LEARNT, CLOSE = 0.5, 0.05
-"""Share of right answers from which on a task counts as learnt, and the largest difference that counts as none."""
+"""The accuracy from which a task counts as learnt, and the largest difference in accuracy that counts as none."""
 
 
 class Row(NamedTuple):
@@ -31,13 +31,13 @@ class Row(NamedTuple):
     input_ids: np.ndarray
     """`(n,)`."""
     labels: np.ndarray
-    """`(n,)`: answers where there are any, else -100. As in causal models, the token before predicts an answer."""
+    """`(n,)`: answers, and -100 elsewhere. As usual in causal models, answers are predicted from the token before."""
     distances: np.ndarray
-    """`(n,)`: for each answer the number of tokens since the place where it was given, else 0."""
+    """`(n,)`: for each answer, the number of tokens since the place where it was given, and 0 elsewhere."""
 
 
 class LongRange(Study):
-    """Recall, copying and a needle over the distance, with 0 to all heads global."""
+    """Recall, copying and finding a needle at all distances, with none to all of the heads global."""
 
     name = "long-range"
     title = "Long range"
@@ -125,12 +125,12 @@ heads."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Task and number of global heads."""
+        """The task and the number of global heads of each arm."""
         counts = self.scales[scale].fields["global_heads"]
         return {f"{task}-{count}": (task, count) for task in TASKS for count in counts}
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
-        """Trains a model on the arm's task, and measures its accuracy over the distance."""
+        """Trains a model on the arm's task, and measures its accuracy by distance."""
         settings = self.scales[scale].fields
         task, num_global_heads = self.arms(scale)[arm]
         config = load_preset(settings["preset"], **settings["config"], num_global_heads=num_global_heads)
@@ -155,7 +155,7 @@ heads."""
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         far = {arm: runs.column(arm, "far_accuracy") for arm in self.arms("micro")}
         all_heads = max(self.scales["micro"].fields["global_heads"])
         learnt = [task for task in TASKS if mean(far[f"{task}-{all_heads}"]) >= LEARNT]
@@ -188,7 +188,7 @@ heads."""
         return findings
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Accuracy of each arm, and plots of it over the distance and of the loss over time, task by task."""
+        """The accuracy of each arm, and for each task plots of accuracy over distance and of the training loss."""
         rows = [
             [
                 f"`{arm}`",
@@ -224,14 +224,14 @@ def _share(is_right: np.ndarray) -> float:
 
 
 def split_symbols(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The token ids of keys, values and filler: a third each of those that are neither `MARK` nor `ASK`."""
+    """The token ids of keys, values and filler, each a third of those that are neither `MARK` nor `ASK`."""
     third = (vocab_size - 2) // 3
     keys, values, filler = 2 + np.arange(3 * third).reshape(3, third)
     return keys, values, filler
 
 
 def make_recall(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """Pairs of a key and a value, a quarter as many as questions, and then keys alone, which ask for their values."""
+    """Key-value pairs, a quarter as many as questions, followed by single keys, which ask for their values."""
     keys, values, filler = split_symbols(vocab_size)
     num_pairs = num_answers // 4
     ids = generator.choice(filler, length)
@@ -244,7 +244,7 @@ def make_recall(generator: np.random.Generator, length: int, num_answers: int, v
 
 
 def make_copy(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """A marker and `num_answers` different symbols, a gap of filler, and the same again, which is the answer."""
+    """A marker and `num_answers` different symbols, a gap of filler, and then the same again as the answer."""
     keys, values, filler = split_symbols(vocab_size)
     ids = generator.choice(filler, length)
     size = num_answers + 1
@@ -259,7 +259,7 @@ def make_copy(generator: np.random.Generator, length: int, num_answers: int, voc
 
 
 def make_needle(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """A marker and a value among other values, then `num_answers` questions; the marked value is the answer."""
+    """A marked value among other values, then `num_answers` questions, to all of which it is the answer."""
     _, values, _ = split_symbols(vocab_size)
     ids = generator.choice(values, length)
     places = 2 * np.sort(generator.permutation(length // 2)[: num_answers + 1])
@@ -279,7 +279,7 @@ TASKS = {"recall": make_recall, "copy": make_copy, "needle": make_needle}
 
 @torch.no_grad()
 def answer(model: torch.nn.Module, rows: Sequence[Row], batch_size: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each answer of the rows is that to which the model gives the highest probability, and its distance."""
+    """For each answer, whether the model gives it the highest probability, and its distance."""
     is_right, distances = [], []
     for begin in range(0, len(rows), batch_size):
         ids, labels, since = (np.stack(x) for x in zip(*rows[begin : begin + batch_size]))

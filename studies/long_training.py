@@ -1,4 +1,4 @@
-"""Do the logits of multi-head attention grow without end in a long training, and those of LS-attention not?"""
+"""Do the logits of multi-head attention keep growing in a long training run, and those of LS-attention not?"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ from .study import (
 
 
 class LongTraining(TrainingStudy):
-    """20,000 steps at the paper's schedule."""
+    """20,000 steps with the paper's schedule."""
 
     name = "long-training"
     title = "Long training"
@@ -101,7 +101,7 @@ over the largest in the second tenth."""
         return {"max_logits_by_head": by_head}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         ours, theirs = (runs.column(name, "max_logit") for name in ("ls", "mhsa"))
         verdict = "not seen"
         if min(theirs) > 200 and max(ours) < 50:
@@ -129,7 +129,7 @@ over the largest in the second tenth."""
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, and loss and logits over time."""
+        """Final figures, loss and logits over time, and the largest logit of each head."""
         curves = {}
         for name, of_arm in runs.items():
             for kind in ("global", "local"):
@@ -162,7 +162,7 @@ STUDY = LongTraining()
 
 
 def _growth(curve: list) -> float:
-    """The largest value of the last tenth over that of the second; infinite where it diverged after that."""
+    """The largest value of the last tenth divided by that of the second; infinite if training diverged after that."""
     tenth = max(1, len(curve) // 10)
     early, late = (max(number(value) for _, value in part) for part in (curve[tenth : 2 * tenth], curve[-tenth:]))
     return late / early

@@ -1,4 +1,4 @@
-"""Does an exponentiated loss help a classifier of which some labels are wrong?"""
+"""Does an exponentiated loss help a classifier that is trained with some wrong labels?"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,18 @@ from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, 
 
 
 DIGITS = "scikit-learn"
-"""The name of the data set of handwritten digits that comes with scikit-learn."""
+"""Name of the data set of handwritten digits in scikit-learn."""
 
 NUM_TRAINING_IMAGES = 400
-"""Of `DIGITS`; all others are for the test."""
+"""Number of images of `DIGITS` for training; all others are for testing."""
 
 NUM_CLASSES = 10
 NUM_GREYS = 17
 PAD = NUM_GREYS
-"""The token after the grey levels, which no image has: classifiers look for the last token that is not padding."""
+"""Padding token, which no image contains: classifiers look for the last token that is not padding."""
 
 EXPONENTS = (1, 0.9, 0.7, 0.5)
-"""Exponents of both studies of noise. The first one is the cross-entropy, which the others are compared with."""
+"""Exponents in both studies of noise. The first one gives the cross-entropy, with which the others are compared."""
 
 LOSSES: dict[str, LossFunction] = {
     **{f"e{e:g}": exponentiated_loss(e) for e in EXPONENTS},
@@ -45,11 +45,11 @@ CROSS_ENTROPY, *EXPONENTIATED = [f"e{e:g}" for e in EXPONENTS]
 BASELINES = ("gce", "sce")
 
 CLOSE = 0.01
-"""The largest difference of accuracies that counts as none."""
+"""The largest difference in accuracy that counts as none."""
 
 
 class NoisyLabels(Study):
-    """Exponentiated losses on images of digits, of which 0 to 60% have a wrong label in the training."""
+    """Exponentiated losses on images of digits, of which 0 to 60% have wrong labels in training."""
 
     name = "noisy-labels"
     title = "Wrong labels"
@@ -142,11 +142,11 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         return LOSSES
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Looks whether the images can be had, before the first run. Raises `ImportError` as `load_digits`."""
+        """Checks that the images can be loaded, before the first run. Raises `ImportError` as `load_digits` does."""
         load_digits(self.scales[scale].fields["dataset"])
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
-        """Trains a model for each share of wrong labels, and measures their accuracies."""
+        """Trains a model for each share of wrong labels, and measures its accuracy."""
         settings = self.scales[scale].fields
         config = load_preset(settings["preset"], vocab_size=PAD + 1, pad_token_id=PAD, **settings["config"])
         config.num_labels = NUM_CLASSES
@@ -167,7 +167,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         return {"by_share": by_share}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         right, wrong = (
             {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms("micro")}
             for is_noisy in (False, True)
@@ -189,7 +189,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Accuracy of each loss over the share of wrong labels, and what became of these labels."""
+        """Test accuracy by loss and share of wrong labels, and the shares of training labels that models give back."""
         shares = sorted({fit["share"] for of_arm in runs.values() for run in of_arm for fit in run["by_share"]})
         curves = {
             arm: [points([(100 * fit["share"], fit["accuracy"]) for fit in run["by_share"]]) for run in of_arm]
@@ -227,14 +227,14 @@ STUDY = NoisyLabels()
 
 def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
-    Images of digits in `NUM_GREYS` grey levels, pixel by pixel, and what they show.
+    Loads images of digits, as sequences of pixels in `NUM_GREYS` grey levels, and their labels.
 
     Args:
-        dataset: `DIGITS`, of which the test has all but `NUM_TRAINING_IMAGES`; or a data set with the columns `image`
-            and `label` and the splits `train` and `test`, by its name on the Hub or its folder.
+        dataset: `DIGITS`, where all but `NUM_TRAINING_IMAGES` images are for testing; or the name on the Hub or the
+            folder of a data set with the columns `image` and `label` and the splits `train` and `test`.
 
     Returns:
-        For each of the splits `train` and `test` the images `(N, n)` and the labels `(N,)`.
+        The images `(N, n)` and the labels `(N,)` of each of the splits `train` and `test`.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -260,14 +260,14 @@ def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def to_greys(image) -> np.ndarray:
-    """Pixels `(rows * columns,)` of a Pillow image from 0, black, to `NUM_GREYS - 1`, white."""
+    """Converts a Pillow image to pixels `(rows * columns,)` from 0 (black) to `NUM_GREYS - 1` (white)."""
     return np.rint(np.asarray(image.convert("L")).reshape(-1) * ((NUM_GREYS - 1) / 255)).astype(np.int64)
 
 
 def replace_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
     """
-    Replaces a share of the labels `(N,)`, rounded to whole ones, by one of the other classes, all of which are as
-    likely. With the same seed, labels that are replaced at one share are replaced at every larger one, too.
+    Replaces a share of the labels `(N,)`, rounded to a whole number, by one of the other classes, each of which is
+    equally likely. With the same seed, labels that are replaced at one share are also replaced at every larger share.
     """
     generator = np.random.default_rng(seed)
     order, shifts = generator.permutation(len(labels)), generator.integers(1, NUM_CLASSES, len(labels))
@@ -290,13 +290,13 @@ def train_classifier(
     Trains a new classifier with the optimizer and schedule of the recipe `micro`.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         images: `(N, n)` grey levels.
         labels: `(N,)`.
-        loss: What is minimized.
-        seed: Of the weights and of the order of the examples.
-        folder: For the Trainer, which leaves nothing there.
-        options: Fields of `TrainingArguments`, `max_steps` among them.
+        loss: The loss to minimize.
+        seed: Seed for the initial weights and the order of the examples.
+        folder: Output folder of the Trainer, which stays empty.
+        options: Fields of `TrainingArguments`, including `max_steps`.
 
     Returns:
         The trained model in evaluation mode.
@@ -315,13 +315,13 @@ def train_classifier(
 
 @torch.no_grad()
 def classify(model: torch.nn.Module, images: np.ndarray, batch_size: int = 256) -> np.ndarray:
-    """The most likely class of each of the images `(N, n)`, `(N,)`."""
+    """The most likely class of each image: `(N,)` for images `(N, n)`."""
     batches = torch.as_tensor(images, device=model.device).split(batch_size)
     return torch.cat([model(batch).logits.argmax(-1) for batch in batches]).cpu().numpy()
 
 
 def mean_accuracy(run: dict, is_noisy: bool) -> float:
-    """The test accuracy of a run, averaged over the shares of wrong labels above 0, or the one at 0."""
+    """The test accuracy of a run: its mean over all shares of wrong labels above 0, or that without wrong labels."""
     return statistics.fmean(fit["accuracy"] for fit in run["by_share"] if (fit["share"] > 0) == is_noisy)
 
 
@@ -335,8 +335,8 @@ def _list(what: str, values: Mapping[str, list[float]], arms: Sequence[str]) -> 
 
 def judge_gains(gains: Sequence[Sequence[float]]) -> str:
     """
-    The verdict on a gain of several arms, for each of which there is one of every seed: `seen` where those of at least
-    two arms are positive by more than two standard errors, `opposite` where they are negative.
+    The verdict on gains, given for each arm and seed: `seen` if the mean gain is positive by more than two standard
+    errors in at least two arms, `opposite` if it is negative by as much in at least two arms.
     """
     verdicts = [verdict_below([0.0] * len(of_arm), of_arm) for of_arm in gains]
     return next((verdict for verdict in ("seen", "opposite") if verdicts.count(verdict) >= 2), "not seen")
@@ -344,8 +344,8 @@ def judge_gains(gains: Sequence[Sequence[float]]) -> str:
 
 def judge_costs(costs: Sequence[Sequence[float]], close: float) -> str:
     """
-    The verdict on costing nothing: `seen` where the mean cost of no arm is above `close`, `opposite` where those of at
-    least two arms, or of the only one, are above it and above two standard errors.
+    The verdict on the claim that there is no cost: `seen` if no arm has a mean cost above `close`, `opposite` if the
+    mean costs of at least two arms, or of the only arm, are above both `close` and two standard errors.
     """
     if all(statistics.fmean(of_arm) <= close for of_arm in costs):
         return "seen"

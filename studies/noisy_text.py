@@ -1,4 +1,4 @@
-"""Does an exponentiated loss help a language model of whose text some lines are corrupted?"""
+"""Does an exponentiated loss help a language model that is trained on text with some corrupted lines?"""
 
 import json
 import math
@@ -22,16 +22,16 @@ from .study import Claim, Finding, Runs, Scale, TrainingStudy, curves_over, form
 
 
 SHARES = {"clean": 0.0, "corrupted": 0.3}
-"""Share of corrupted lines, by the name of the text."""
+"""Share of corrupted lines in each kind of text."""
 
 CLOSE = 0.01
-"""The largest difference of losses, in nats per token, that counts as none: 1% of perplexity."""
+"""The largest difference in loss, in nats per token, that counts as none: 1% of perplexity."""
 
 SEED_OF_CORRUPTION = 0
-"""The corrupted text is the same in all runs, which draw their blocks from it by their own seeds."""
+"""Seed that makes the corrupted text the same in all runs, which draw their blocks from it with seeds of their own."""
 
 NUM_BLOCKS = 32
-"""Validation blocks on which the next tokens are guessed."""
+"""Number of validation blocks on which the accuracy of next-token predictions is measured."""
 
 
 class NoisyText(TrainingStudy):
@@ -72,7 +72,7 @@ run has diverged when its loss became not finite or ended above that of guessing
     }
     scales = {
         "micro": Scale("micro", {"max_steps": 300, "warmup_steps": 50}, 5, 0.6),
-        # The loss is computed outside of the model, which returns all of its logits: small batches.
+        # Batches are small because the loss is computed outside the model, which therefore returns all of its logits.
         "paper": Scale(
             "paper-v1",
             {
@@ -92,7 +92,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         return {arm_at(kind, e): ls for e in EXPONENTS for kind in SHARES}
 
     def build(self, arguments: Arguments, arm: str) -> Trainer:
-        """The trainer of a run, with the loss and the training text of its arm."""
+        """Builds the trainer of a run, with the loss and the training text of its arm."""
         trainer = super().build(arguments, arm)
         kind, e = arm.split("-e")
         trainer.compute_loss_func = exponentiated_loss(float(e))
@@ -104,8 +104,8 @@ run has diverged when its loss became not finite or ended above that of guessing
 
     def measure(self, folder: Path) -> dict:
         """
-        The share of next tokens that the model guesses, and whether it diverged, which the training loss, a power of
-        the cross-entropy, does not say.
+        The share of next tokens that the model predicts, and whether it diverged. The training loss does not show
+        whether it did, because it is a power of the cross-entropy.
         """
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -117,7 +117,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
         findings = {}
         for kind, share in SHARES.items():
@@ -131,7 +131,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         return findings
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Figures of every arm on clean text, and the perplexity over the exponent."""
+        """Figures of every arm on clean text, and a plot of the perplexity over the exponent."""
         rows = [
             [
                 f"`{arm}`",
@@ -160,7 +160,7 @@ STUDY = NoisyText()
 
 
 def arm_at(kind: str, e: float) -> str:
-    """The name of an arm: its text, a key of `SHARES`, and its exponent."""
+    """The name of an arm, from its kind of text (a key of `SHARES`) and its exponent."""
     return f"{kind}-e{e:g}"
 
 
@@ -169,7 +169,7 @@ def _perplexity(run: dict) -> float:
 
 
 def corrupt_row(row: dict, share: float) -> dict:
-    """A document with `corrupt_lines`."""
+    """Applies `corrupt_lines` to a document."""
     return {"text": corrupt_lines(row["text"], share)}
 
 
@@ -177,13 +177,13 @@ def corrupt_lines(text: str, share: float, seed: int = SEED_OF_CORRUPTION) -> st
     """
     Replaces every word of some lines by a word drawn at random from the whole text.
 
-    Which lines and which words follows from the text and the seed alone: a stream of texts comes out the same in every
-    pass, whichever texts were before.
+    The choice of lines and words depends only on the text and the seed. So a stream of texts is corrupted in the same
+    way in every pass, whatever texts came before.
 
     Args:
         text: Lines of words.
-        share: Of the lines that have words, rounded to a whole number of lines.
-        seed: Of the random numbers.
+        share: Share of the lines with words that are corrupted, rounded to a whole number of lines.
+        seed: Random seed.
     """
     generator = np.random.default_rng((seed, zlib.crc32(text.encode())))
     words, lines = np.array(text.split(), dtype=object), text.split("\n")
@@ -195,6 +195,6 @@ def corrupt_lines(text: str, share: float, seed: int = SEED_OF_CORRUPTION) -> st
 
 @torch.no_grad()
 def guess_next(model: torch.nn.Module, blocks: torch.Tensor, batch_size: int = 4) -> float:
-    """The share of the tokens after the first of each of the blocks `(N, n)` that the model finds most likely."""
+    """The share of tokens in blocks `(N, n)`, except the first of each, to which the model gives top probability."""
     is_right = [(model(batch).logits[:, :-1].argmax(-1) == batch[:, 1:]).float() for batch in blocks.split(batch_size)]
     return torch.cat(is_right).mean().item()

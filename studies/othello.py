@@ -1,4 +1,4 @@
-"""Do averaged weights play by the rules of Othello in games that are longer than those of the training?"""
+"""Do models with averaged weights follow the rules of Othello in games longer than those in training?"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,37 +21,37 @@ from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, format_values,
 
 
 NUM_MOVES = 60
-"""Moves of a whole game: all squares but the four that are taken at the start."""
+"""Number of moves in a whole game: all squares but the four that are occupied at the start."""
 
 NUM_SHORT = 30
-"""Moves that are trained on where games are cut."""
+"""Number of moves in shortened training games."""
 
 NUM_SQUARES = 64
-"""Squares, which are the tokens: `8 * row + column` with a1 as 0, b1 as 1 and h8 as 63."""
+"""Number of squares, which are the tokens: `8 * row + column`, with a1 as 0, b1 as 1 and h8 as 63."""
 
 WEIGHTS = {"raw": "as trained", "ema": "EMA", "bema": "BEMA"}
-"""The weights that are compared, and what tables and plots call them."""
+"""The sets of weights that are compared, and their names in tables and plots."""
 
 KINDS = {"mhsa": "multi-head attention", "ls": "LS-attention"}
 
 SHOWN_MOVE = 41
-"""The move before which the board of the report is shown."""
+"""The report shows the board before this move."""
 
 CLOSE = 0.005
-"""The largest difference of shares that counts as none."""
+"""The largest difference between shares that counts as none."""
 
 
 class Game(NamedTuple):
-    """A game without its passes, which are no tokens."""
+    """A game without its passes, which are not tokens."""
 
     moves: list[int]
-    """The squares that were played, in their order."""
+    """The squares that were played, in order."""
     legal: list[list[int]]
-    """For each move the squares that could have been played."""
+    """For each move, the squares that could have been played."""
 
 
 class Othello(Study):
-    """Legal moves in games longer than those of the training: raw against averaged weights, and both attentions."""
+    """Legal moves in games longer than those in training, with raw and averaged weights and both attentions."""
 
     name = "othello"
     title = "Othello"
@@ -156,12 +156,12 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Number of global heads, and of the moves that are trained on."""
+        """The number of global heads and the length of training games of each arm."""
         heads, lengths = {"mhsa": "all", "ls": 1}, {"30": NUM_SHORT, "whole": NUM_MOVES}
         return {f"{kind}-{name}": (heads[kind], length) for kind in KINDS for name, length in lengths.items()}
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Looks whether games can be played, before the first run. Raises `ImportError` as `play`."""
+        """Checks that games can be played, before the first run. Raises `ImportError` as `play` does."""
         play(np.random.default_rng(0), 1)
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
@@ -201,7 +201,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
         return {"weights": figures, "position": position, **values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         shares = {
             part: {(arm, name): shares_of(runs, arm, name, part) for arm in self.arms("micro") for name in WEIGHTS}
             for part in ("within", "beyond")
@@ -231,7 +231,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
         return findings
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Shares of legal moves in tables and over the moves of a game, and a board with the model's probabilities."""
+        """Tables of shares of legal moves, plots of them over a game, and a board with the models' probabilities."""
         rows = [
             [
                 f"`{arm}`",
@@ -289,8 +289,8 @@ STUDY = Othello()
 
 def play(generator: np.random.Generator, num_moves: int = NUM_MOVES) -> Game:
     """
-    A game of random legal moves, all of which are as likely, or its first moves. Every game takes as many random
-    numbers, so that those of a generator are the same games wherever they are cut.
+    Plays random legal moves, each of which is equally likely: a whole game or its first moves. Every game takes the
+    same number of random numbers, so a generator gives the same games wherever they are cut.
 
     Raises:
         ImportError: rust-reversi is not installed.
@@ -314,7 +314,7 @@ def play(generator: np.random.Generator, num_moves: int = NUM_MOVES) -> Game:
 
 
 def board_after(moves: Sequence[int]) -> str:
-    """The board after these moves, a character for each square: `X` is black, which begins, `O` white, `-` empty."""
+    """The board after these moves, one character per square: `X` is black, who begins, `O` is white, `-` is empty."""
     from rust_reversi import Board  # noqa: PLC0415 (an optional package)
 
     board = Board()
@@ -326,7 +326,7 @@ def board_after(moves: Sequence[int]) -> str:
 
 
 def as_row(moves: Sequence[int], length: int) -> dict[str, np.ndarray]:
-    """Moves as a row of a batch, `(length,)` each; what is missing of a game that ended early is not predicted."""
+    """Converts moves to a row of a batch, `(length,)` each; the padding after games that ended early has no labels."""
     ids, labels = np.zeros(length, dtype=np.int64), np.full(length, -100)
     ids[: len(moves)] = labels[: len(moves)] = moves
     return {"input_ids": ids, "labels": labels}
@@ -335,12 +335,12 @@ def as_row(moves: Sequence[int], length: int) -> dict[str, np.ndarray]:
 @torch.no_grad()
 def measure(model: nn.Module, games: Sequence[Game], batch_size: int = 64) -> dict:
     """
-    How a model plays by the rules.
+    Measures how well a model follows the rules.
 
     Returns:
-        For the moves from the second on, `legal`, the share of games in which the first choice is legal, and `mass`,
-        the mean probability of all legal moves together, both over the games that last so long; and their means over
-        the moves up to `NUM_SHORT` (`legal_within`, `mass_within`) and over those behind (`..._beyond`).
+        For each move from the second on, over the games that last that long: `legal`, the share of games in which the
+        model's first choice is legal, and `mass`, the mean probability of all legal moves together. Also their means
+        over the moves up to `NUM_SHORT` (`legal_within`, `mass_within`) and over later moves (`..._beyond`).
     """
     ids = torch.as_tensor(np.stack([as_row(game.moves, NUM_MOVES)["input_ids"] for game in games]))
     is_legal = torch.zeros(len(games), NUM_MOVES, NUM_SQUARES, dtype=torch.bool)
@@ -373,7 +373,7 @@ def next_move(model: nn.Module, moves: Sequence[int]) -> list[float]:
 
 
 def rounded(values: torch.Tensor) -> list[float]:
-    """As many digits as the report can use."""
+    """Rounds values to as many digits as the report can use."""
     return [round(value, 5) for value in values.tolist()]
 
 
@@ -383,18 +383,18 @@ def shares_of(runs: Runs, arm: str, name: str, part: str) -> list[float]:
 
 
 def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """The first less the second, seed by seed."""
+    """The differences `first - second`, seed by seed."""
     return [a - b for a, b in zip(first, second)]
 
 
 def gains_of(name: str, shares: Mapping[tuple[str, str], Sequence[float]], length: str) -> list[float]:
-    """What averaged weights gain over the raw ones of the same training, for each seed of both kinds of attention."""
+    """The gains of averaged weights over raw weights of the same run, for each seed and both kinds of attention."""
     pairs = [(shares[f"{kind}-{length}", name], shares[f"{kind}-{length}", "raw"]) for kind in KINDS]
     return [gain for averaged, raw in pairs for gain in differences(averaged, raw)]
 
 
 def describe(name: str, shares: Mapping[tuple[str, str], Sequence[float]]) -> str:
-    """What averaged weights gain in the arms with short games, and the shares of both sets of weights there."""
+    """Describes the gain of averaged weights in the arms with short games, with the shares of both sets of weights."""
     arms = [f"{kind}-30" for kind in KINDS]
     figures = (f"{format_values(shares[x, name])} instead of {format_values(shares[x, 'raw'])} in `{x}`" for x in arms)
     gain = format_values(gains_of(name, shares, "30"), 4)
@@ -408,8 +408,8 @@ def over_moves(values: Sequence[float | None]) -> list[tuple[float, float]]:
 
 def plot_boards(path: Path, runs: Mapping[str, dict]):
     """
-    Draws the board of each run with its three sets of weights: discs, the probabilities of the next move as shades,
-    and circles around the legal moves.
+    Draws a board for each run and set of weights: discs, shades for the probabilities of the next move, and circles on
+    the legal moves.
     """
     figure = Figure(figsize=(8.4, 0.2 + 2.6 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), len(WEIGHTS), squeeze=False)

@@ -1,4 +1,4 @@
-"""Does what LS-attention brings depend on learned positions?"""
+"""Does the benefit of LS-attention depend on learned positions?"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ KINDS = ("learned", "sinusoidal", "rope", "none")
 
 
 class Positions(TrainingStudy):
-    """Multi-head and LS-attention with every kind of positions."""
+    """Multi-head and LS-attention with each kind of position embeddings."""
 
     name = "positions"
     title = "Positions"
@@ -43,7 +43,7 @@ the final loss of `mhsa` less that of `ls`, in nats per token, for each seed."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """`ls` and `mhsa` with every kind of positions."""
+        """`ls` and `mhsa` with each kind of position embeddings."""
         return {
             f"{name}-{kind}": {"config_overrides": {"position_embedding_type": kind, **heads}}
             for kind in KINDS
@@ -51,7 +51,7 @@ the final loss of `mhsa` less that of `ls`, in nats per token, for each seed."""
         }
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         return {
             claim: self._judge(runs, key, digits)
             for claim, key, digits in (("any-positions", "eval_loss", 3), ("logits", "max_logit", 1))
@@ -68,7 +68,7 @@ the final loss of `mhsa` less that of `ls`, in nats per token, for each seed."""
         return Finding(f"{what} of `ls` against `mhsa`: {'; '.join(figures)}", verdict)
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """The final figures."""
+        """A table of the final figures."""
         return results_table(runs)
 
 

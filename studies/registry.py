@@ -1,4 +1,4 @@
-"""The studies by their names."""
+"""Registry of the studies."""
 
 import importlib
 
@@ -25,15 +25,15 @@ STUDIES = {
     "noisy-text": "noisy_text",
     "soft-thinking": "soft_thinking",
 }
-"""Names on the command line, and the modules, each of which has one subclass of `Study`, named `STUDY`."""
+"""Maps names on the command line to modules, each of which has an instance of a subclass of `Study`, named `STUDY`."""
 
 
 def load_study(name: str) -> Study:
     """
-    A study by its name.
+    Loads a study by its name.
 
     Raises:
-        ValueError: An unknown name, with the nearest known one.
+        ValueError: The name is unknown; the message suggests the nearest known one.
         ImportError: A package that the study needs is not installed.
     """
     if name not in STUDIES:

@@ -1,4 +1,4 @@
-"""Running a study, run by run, and writing its report."""
+"""Runs studies and writes their reports."""
 
 import fnmatch
 import json
@@ -18,7 +18,7 @@ from .study import NOT_RUN, Finding, NotRunError, Runs, Study
 
 
 RUNS_FILE = "runs.jsonl"
-"""One line for each run that has ended: arm, seed, scale, fields, seconds, environment, values."""
+"""One line for each finished run: arm, seed, scale, fields, seconds, environment, values."""
 
 FIELDS_FILE = "fields.json"
 
@@ -33,23 +33,24 @@ def run_study(
     fields: Sequence[str] = (),
 ) -> Path:
     """
-    Makes those runs of a study that have not been made, and writes its report after each.
+    Performs the missing runs of a study, and writes its report after each of them.
 
     Args:
         name: One of `STUDIES`.
-        scale: One of the study's.
-        num_seeds: Number of seeds, which count up from 42; the scale's by default.
+        scale: One of the study's scales.
+        num_seeds: Number of seeds, counting up from 42; by default that of the scale.
         only: Names of arms, or patterns such as `ls-*`; all arms by default.
-        output_dir: Where everything goes, `runs/study-NAME-SCALE` by default. Runs of which this folder has the
-            results are not made again; those that were interrupted go on.
-        num_processes: Runs at once; by default one for each core at `micro`, else one.
-        fields: Command-line fields that replace those of the recipe in all arms, where the study has a recipe.
+        output_dir: Output folder, `runs/study-NAME-SCALE` by default. Runs whose results it already holds are skipped;
+            interrupted runs are resumed.
+        num_processes: Number of runs at a time; by default one for each core at `micro`, otherwise one.
+        fields: Command-line fields that replace those of the recipe in all arms, if the study has a recipe.
 
     Returns:
-        The report.
+        The path of the report.
 
     Raises:
-        ValueError: Unknown names, impossible values, or a folder with other runs; before the first run.
+        ValueError: A name is unknown, a value is invalid, or the folder holds runs with other fields. Raised before
+            the first run.
         ChildProcessError: A run failed; the message names the file with its output.
     """
     study = load_study(name)
@@ -66,9 +67,9 @@ def run_study(
     work.mkdir(parents=True, exist_ok=True)
     _check_fields(folder, fields)
     study.prepare(scale, work, fields)
-    (work / FIELDS_FILE).write_text(json.dumps(list(fields)), encoding="utf-8")  # now that they are known to be right
+    (work / FIELDS_FILE).write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
 
-    # Seed by seed, so that an early look at the report shows all arms.
+    # All arms of a seed come before the next seed, so that an early report already shows every arm.
     wanted = [(arm, 42 + i) for i in range(num_seeds) for arm in arms]
     made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
     missing = [run for run in wanted if run not in made]
@@ -84,14 +85,14 @@ def run_study(
         command: list[str | Path] = [sys.executable, "-m", "lsgpt.studies", name, scale, arm, str(seed), work, *fields]
         commands.append(Command(command, log))
     start = time.perf_counter()
-    with closing(run_commands(commands, num_processes)) as ended:  # an error here ends the runs beside it
+    with closing(run_commands(commands, num_processes)) as ended:  # an error here stops the other runs
         for number, (index, status) in enumerate(ended, start=1):
             arm, seed = missing[index]
             file = result_file(work, arm, seed)
             if status != 0 or not file.exists():
                 raise ChildProcessError(
                     f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
-                    f"{commands[index].log}. The same command goes on with it"
+                    f"{commands[index].log}. Run the same command again to continue"
                 )
             line = file.read_text(encoding="utf-8")
             with (folder / RUNS_FILE).open("a", encoding="utf-8") as runs:
@@ -116,7 +117,7 @@ def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
 
 
 def _check_fields(folder: Path, fields: Sequence[str]):
-    """Raises `ValueError` where the folder's runs were made with other fields."""
+    """Raises `ValueError` if the runs in the folder have other fields."""
     file = folder / "work" / FIELDS_FILE
     if file.exists() and (earlier := json.loads(file.read_text(encoding="utf-8"))) != list(fields):
         raise ValueError(
@@ -126,12 +127,12 @@ def _check_fields(folder: Path, fields: Sequence[str]):
 
 
 def result_file(work: Path, arm: str, seed: int) -> Path:
-    """Where a run leaves its line for `RUNS_FILE`."""
+    """The file to which a run writes its line of `RUNS_FILE`."""
     return work / arm / f"seed-{seed}.json"
 
 
 def finite(value):
-    """The value with `null` for the numbers that JSON does not have."""
+    """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -140,7 +141,7 @@ def finite(value):
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """The runs in a folder, in the order of seeds; those of one seed as they ended."""
+    """Reads the runs in a folder, ordered by seed and, for the same seed, by the time at which they finished."""
     file = Path(folder) / RUNS_FILE
     if not file.exists():
         return []
@@ -149,7 +150,7 @@ def read_lines(folder: str | Path) -> list[dict]:
 
 
 def read_runs(study: Study, folder: str | Path) -> Runs:
-    """The values of the runs in a folder, in the order of the study's arms."""
+    """Reads the values of the runs in a folder, in the order of the study's arms."""
     lines = read_lines(folder)
     arms = dict.fromkeys(arm for scale in study.scales for arm in study.arms(scale))
     grouped = {arm: [{"seed": x["seed"], **x["values"]} for x in lines if x["arm"] == arm] for arm in arms}
@@ -157,7 +158,7 @@ def read_runs(study: Study, folder: str | Path) -> Runs:
 
 
 def judge(study: Study, runs: Runs) -> dict[str, Finding]:
-    """What the runs say about the study's claims: open where arms are missing, or have one seed only."""
+    """Judges the study's claims by the runs. Claims are open if arms are missing or have only one seed."""
     try:
         findings = study.judge(runs)
     except NotRunError:
@@ -167,7 +168,7 @@ def judge(study: Study, runs: Runs) -> dict[str, Finding]:
 
 def write_report(study: Study, folder: str | Path) -> Path:
     """
-    Writes `report.md` and its plots from the runs in a folder, and from nothing else.
+    Writes `report.md` and its plots, using only the runs that the folder holds.
 
     Returns:
         The path of the report.

@@ -29,14 +29,14 @@ ARCHITECTURES = ("attention-only", "mhsa", "ls")
 REMEDIES = ("plain", "dropout", "post-norm")
 
 WEIGHTS = ("raw", "ema", "bema")
-"""What each training is measured with: the weights of its last step, and the two averages."""
+"""The sets of weights that are measured in each training run: those of its last step, and the two averages."""
 
 CLOSE = 0.005
 """The largest difference between two distances that counts as none."""
 
 
 class Trained(NamedTuple):
-    """What is compared: models of an architecture, trained with a remedy, with one of `WEIGHTS`."""
+    """Models that are compared: those of one architecture, trained with one remedy, with one of `WEIGHTS`."""
 
     architecture: str
     remedy: str = "plain"
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in tables and plots."""
+        """The name in tables and plots."""
         name = f"`{self.architecture}`, {self.remedy}"
         return name if self.weights == "raw" else f"{name}, {self.weights}"
 
@@ -56,11 +56,11 @@ PAIRS = {
     "post-norm": [(Trained(name, "post-norm"), Trained(name)) for name in ARCHITECTURES],
     "ls": [(Trained("ls", remedy), Trained("mhsa", remedy)) for remedy in REMEDIES],
 }
-"""What each claim compares."""
+"""The pairs of models that each claim compares."""
 
 
 def criteria(first: str, second: str, where: str) -> tuple[str, str]:
-    """What counts as seen and as the opposite, which `compare` computes, in words."""
+    """The criteria for `seen` and `opposite` that `compare` tests, in words."""
     return (
         f"{first}, the mean distance beyond the trained length is smaller than {second}, by more than {CLOSE:g} and "
         f"two standard errors (of the differences of draws), in two or all three of {where}, and larger by as much "
@@ -73,7 +73,7 @@ MODELS = "`attention-only`, `mhsa` and `ls`"
 
 
 class SetComplement(Study):
-    """Set complement with averaged weights, dropout, norms after the sums, and LS-attention."""
+    """Set complement with averaged weights, dropout, post-norm, and LS-attention."""
 
     name = "set-complement"
     title = "Set complement"
@@ -194,7 +194,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Fields of the model."""
+        """Configuration fields of each arm's model."""
         return {
             "attention-only": {"num_global_heads": "all", "num_hidden_layers": 1},
             "mhsa": {"num_global_heads": "all"},
@@ -202,7 +202,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
         }
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
-        """Trains a model with each remedy and the same hyperparameters, and measures all three."""
+        """Trains one model with each remedy, all with the same hyperparameters, and measures them."""
         settings = self.scales[scale].fields
         drawn = draw(settings["ranges"], seed)
         values = {}
@@ -220,11 +220,11 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
         return {"hyperparameters": drawn, "trained_length": settings["trained_length"], "trainings": values}
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         return {claim: compare(runs, pairs) for claim, pairs in PAIRS.items()}
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Distances of all that was trained, what averages add with either schedule, and plots over the length."""
+        """Distances of all models, the effect of averages with each schedule, and plots over the input length."""
         rows = []
         for trained in (Trained(*names) for names in product(runs, REMEDIES, WEIGHTS)):
             of_arm = runs[trained.architecture]
@@ -272,8 +272,8 @@ STUDY = SetComplement()
 
 def draw(ranges: Mapping[str, tuple[float, float]], seed: int) -> dict[str, float]:
     """
-    Hyperparameters: one number from each range, uniformly on a logarithmic scale, and `final_rate`, the share of the
-    learning rate that is left at the end: all of it, or a tenth.
+    Draws hyperparameters: one number from each range, uniformly on a logarithmic scale, and `final_rate`, the final
+    learning rate as a fraction of the initial one, which is 1 or 0.1.
     """
     generator = np.random.default_rng(seed)
     drawn = {name: math.exp(generator.uniform(math.log(low), math.log(high))) for name, (low, high) in ranges.items()}
@@ -281,18 +281,18 @@ def draw(ranges: Mapping[str, tuple[float, float]], seed: int) -> dict[str, floa
 
 
 def as_row(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Tokens, `(n,)`, each of which but the first is to be predicted."""
+    """A row of a batch from tokens `(n,)`, all of which are predicted except the first."""
     return {"input_ids": tokens, "labels": np.concatenate(([-100], tokens[1:]))}
 
 
 def evaluation_rows(count: int, vocab_size: int) -> np.ndarray:
-    """Whole random orders of the vocabulary, `(count, vocab_size)`, always the same and not those of any training."""
+    """Random permutations of the vocabulary, `(count, vocab_size)`, always the same, and never those of training."""
     generator = np.random.default_rng(SEED_OF_EVALUATION)
     return np.stack([generator.permutation(vocab_size) for _ in range(count)])
 
 
 class PostNormLayer(LSGPTDecoderLayer):
-    """The block with each norm after the sum, as in "Attention Is All You Need"."""
+    """A block with each norm after the residual sum, as in "Attention Is All You Need"."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
@@ -302,7 +302,7 @@ class PostNormLayer(LSGPTDecoderLayer):
 
 
 class AttentionOnlyLayer(LSGPTDecoderLayer):
-    """The attention of a block, and nothing else of it."""
+    """A block that consists of its attention only."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
@@ -312,12 +312,12 @@ class AttentionOnlyLayer(LSGPTDecoderLayer):
 
 def build_model(config: LSGPTConfig, architecture: str, remedy: str) -> PreTrainedModel:
     """
-    A new model.
+    Builds a new model.
 
     Args:
-        config: Its sizes, heads and dropout.
-        architecture: One of `ARCHITECTURES`; for `mhsa` and `ls`, the configuration is all that tells them apart.
-        remedy: One of `REMEDIES`; for all but `post-norm`, the configuration says what there is to say.
+        config: Sizes, heads and dropout of the model.
+        architecture: One of `ARCHITECTURES`; `mhsa` and `ls` differ in their configurations only.
+        remedy: One of `REMEDIES`; only `post-norm` changes more than the configuration.
     """
     model = LSGPTForCausalLM(config)
     is_alone, is_post_norm = architecture == "attention-only", remedy == "post-norm"
@@ -327,8 +327,8 @@ def build_model(config: LSGPTConfig, architecture: str, remedy: str) -> PreTrain
             layer.input_layernorm = layer.post_attention_layernorm = layer.mlp = nn.Identity()
         elif is_post_norm:
             layer.__class__ = PostNormLayer
-    # The norm before the logits stands after the attention where there is nothing else, which is post-norm. Post-norm
-    # blocks end with a norm of their own, and do not need it.
+    # In `attention-only`, the norm before the logits directly follows the attention, which makes the model post-norm.
+    # Post-norm blocks of the other architectures end with a norm of their own and do not need this one.
     if is_alone != is_post_norm:
         model.model.norm = nn.Identity()
     return model
@@ -336,16 +336,16 @@ def build_model(config: LSGPTConfig, architecture: str, remedy: str) -> PreTrain
 
 def train_and_measure(model: PreTrainedModel, drawn: Mapping[str, float], seed: int, settings: Mapping) -> dict:
     """
-    Trains a model on the beginnings of random orders of its vocabulary.
+    Trains a model on the beginnings of random permutations of its vocabulary, and measures it.
 
     Args:
         model: The model.
-        drawn: What `draw` returns.
-        seed: Of the rows.
-        settings: Fields of a scale of the study.
+        drawn: The hyperparameters from `draw`.
+        seed: Seed for the rows.
+        settings: The `fields` of one of the study's scales.
 
     Returns:
-        `diverged`, and for each of `WEIGHTS` what `measure` returns.
+        `diverged`, and the result of `measure` for each of `WEIGHTS`.
     """
     length, vocab_size = settings["trained_length"], model.config.vocab_size
     averages = [
@@ -353,7 +353,7 @@ def train_and_measure(model: PreTrainedModel, drawn: Mapping[str, float], seed: 
         AveragedWeightsCallback("bema", every_n_steps=round(drawn["bema_every_n_steps"]), name="bema"),
     ]
     guard = StopOnBadLossCallback()
-    with tempfile.TemporaryDirectory() as folder:  # callbacks save averaged models, which nobody needs
+    with tempfile.TemporaryDirectory() as folder:  # for averaged models, which the callbacks save and nothing uses
         args = small_training(
             Path(folder),
             seed,
@@ -381,13 +381,13 @@ def train_and_measure(model: PreTrainedModel, drawn: Mapping[str, float], seed: 
 
 def right_answers(orders: torch.Tensor) -> torch.Tensor:
     """
-    The right distributions after each beginning of a row.
+    The right distribution after each beginning of a row.
 
     Args:
-        orders (`(N, v)`): Rows, in each of which all tokens from 0 to v - 1 come once.
+        orders (`(N, v)`): Permutations of the tokens from 0 to v - 1.
 
     Returns:
-        `(N, v - 1, v)` in float64; after s tokens, at index s - 1, that which is uniform over the absent ones.
+        `(N, v - 1, v)` in float64. Index s - 1 has the uniform distribution over the tokens missing after s tokens.
     """
     is_absent = 1 - nn.functional.one_hot(orders)[:, :-1].cumsum(1).double()
     return is_absent / is_absent.sum(-1, keepdim=True)
@@ -396,18 +396,18 @@ def right_answers(orders: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def measure(model: nn.Module, orders: np.ndarray, trained_length: int) -> dict[str, Any]:
     """
-    How far a model's distributions are from the right ones.
+    Measures how far a model's distributions are from the right ones.
 
     Args:
         model: A causal language model, which is put into evaluation mode.
         orders (`(N, v)`): See `right_answers`.
-        trained_length: The largest number of tokens in the input in training.
+        trained_length: The largest number of input tokens in training.
 
     Returns:
-        `distances`, the total variation distance after 1 to v - 1 tokens, means over rows; `trained_distance` and
-        `beyond_distance`, its means up to the trained length and over all longer inputs; and `beyond_divergence`, the
-        mean of the Kullback-Leibler divergence in nats over the latter. The distance is 1, the largest there is, and
-        the divergence NaN where the model's numbers are not finite.
+        `distances`, the total variation distances after 1 to v - 1 tokens, averaged over rows; `trained_distance` and
+        `beyond_distance`, their means up to the trained length and over all longer inputs; and `beyond_divergence`,
+        the mean Kullback-Leibler divergence in nats over all longer inputs. If the model's numbers are not finite, the
+        distance is 1, its largest possible value, and the divergence is NaN.
     """
     rows = torch.as_tensor(orders)
     right = right_answers(rows)
@@ -424,23 +424,23 @@ def measure(model: nn.Module, orders: np.ndarray, trained_length: int) -> dict[s
 
 
 def column(runs: Sequence[Mapping[str, Any]], trained: Trained, key: str) -> list:
-    """One of what `measure` returns, of every run of an architecture."""
+    """One of the values that `measure` returns, for every run of an architecture."""
     return [run["trainings"][trained.remedy][trained.weights][key] for run in runs]
 
 
 def mean_curve(runs: Sequence[Mapping[str, Any]], trained: Trained) -> list[tuple[int, float]]:
-    """The mean over runs of the distance after 1, 2, ... tokens."""
+    """The distance after 1, 2, ... tokens, averaged over runs."""
     by_length = zip(*column(runs, trained, "distances"))
     return [(length, mean(distances)) for length, distances in enumerate(by_length, start=1)]
 
 
 def compare(runs: Runs, pairs: Sequence[tuple[Trained, Trained]]) -> Finding:
     """
-    Whether the first of each pair is closer to the right answer beyond the trained length than the second, see
+    Judges whether the first of each pair is closer to the right answer beyond the trained length than the second, see
     `criteria`.
 
     Raises:
-        NotRunError: There are fewer than two draws with both of a pair.
+        NotRunError: Fewer than two draws have results for both models of a pair.
     """
     parts, num_smaller, num_larger = [], 0, 0
     for pair in pairs:

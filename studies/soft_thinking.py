@@ -1,4 +1,4 @@
-"""Does reinforcement learning of soft thinking beat that of discrete thinking? SofT-GRPO against GRPO."""
+"""Does reinforcement learning work better with soft than with discrete thinking? SofT-GRPO against GRPO."""
 
 import math
 import re
@@ -53,10 +53,10 @@ END_OF_THINKING = "</think>"
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=,", END_OF_THINKING]
 
 SEED_OF_EVALUATION = 2**31
-"""No seed of a run, so that a model is evaluated on problems that it was not trained on."""
+"""Never the seed of a run, so models are evaluated on problems that they were not trained on."""
 
 SAMPLING = {"temperature": 1.0, "top_k": 5, "top_p": 0.95}
-"""The published ones, for every kind of thinking, in training and in the evaluation."""
+"""Published sampling parameters, used for both kinds of thinking, in training and in evaluation."""
 
 PUBLISHED = {
     **SAMPLING,
@@ -69,7 +69,7 @@ PUBLISHED = {
     "lr_scheduler_type": "constant",
     "weight_decay": 0.01,
 }
-"""What SofT-GRPO was published with, for GRPO as well, so that the thinking is all that differs."""
+"""The published settings of SofT-GRPO, also used for GRPO, so that only the kind of thinking differs."""
 
 DISCRETE, SOFT = "discrete", "soft"
 
@@ -79,13 +79,13 @@ METHODS = {
     "GRPO": ("grpo", DISCRETE),
     "SofT-GRPO": ("soft-grpo", SOFT),
 }
-"""What the claims compare: an arm, and how it thinks in the evaluation."""
+"""The methods that the claims compare: an arm, and its kind of thinking in the evaluation."""
 
 ATTEMPTS = (1, 2, 4, 8, 16, 32)
-"""For which k pass@k is measured."""
+"""The values of k for which pass@k is measured."""
 
 CLOSE = 0.01
-"""The largest difference of a pass@k that counts as none."""
+"""The largest difference in pass@k that counts as none."""
 
 
 class Problem(NamedTuple):
@@ -93,12 +93,12 @@ class Problem(NamedTuple):
 
     prompt: str
     thinking: str
-    """What a supervised model learns to think; empty where there is none."""
+    """The thinking that a supervised model learns; empty if there is none."""
     answer: str
 
 
 class SoftThinking(Study):
-    """No reinforcement learning, GRPO and SofT-GRPO, from the same model."""
+    """Compares no reinforcement learning, GRPO and SofT-GRPO, all starting from the same model."""
 
     name = "soft-thinking"
     title = "Soft thinking"
@@ -208,15 +208,15 @@ GSM8K. If neither training raises pass@1, comparing the two says nothing, and st
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Nothing but names."""
+        """The names of the arms, which need no settings."""
         return dict.fromkeys(("none", "grpo", "soft-grpo"))
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Looks whether TRL is there, before the first run. Raises `ImportError`."""
+        """Checks that TRL is installed, before the first run. Raises `ImportError` if it is not."""
         import lsgpt.training.soft_grpo  # noqa: F401, PLC0415 (needs TRL)
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
-        """Trains the model that the arms of a seed share, where no other has, then trains the arm's, and tests it."""
+        """Trains the model shared by all arms of a seed if that is still missing, then the arm's own, and tests it."""
         settings = self.scales[scale].fields
         name = settings.get("model") or str(train_supervised(settings, seed, folder / "supervised" / f"seed-{seed}"))
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -239,11 +239,11 @@ GSM8K. If neither training raises pass@1, comparing the two says nothing, and st
         return values
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         zeros = [0.0]
 
         def compare(first: str, second: str, k: int) -> list[float]:
-            """Differences in pass@k of the seeds that both have."""
+            """Differences in pass@k for the seeds that both methods have."""
             x, y = (pass_of(runs, method, k) for method in (first, second))
             if len(seeds := x.keys() & y.keys()) < 2:
                 raise NotRunError(first)
@@ -279,7 +279,7 @@ GSM8K. If neither training raises pass@1, comparing the two says nothing, and st
         return findings
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """pass@k of each arm and kind of thinking, and plots of it over k and of the reward over time."""
+        """pass@k for each arm and kind of thinking, and plots of pass@k over k and of the reward over time."""
         rows = [
             [f"`{arm}`", mode, *(format_values(run[mode][str(k)] for run in of_arm) for k in ATTEMPTS)]
             for arm, of_arm in runs.items()
@@ -305,11 +305,11 @@ STUDY = SoftThinking()
 
 def make_sum(generator: np.random.Generator, num_terms: int, num_digits: int) -> Problem:
     """
-    A sum; the thinking is the sums of its first two numbers, of its first three and so on, with the last digit first,
-    which is easier than the usual order that the answer has.
+    Makes an addition problem. The thinking is the sum of the first two numbers, that of the first three, and so on,
+    each with the last digit first, which is easier than the usual order. The answer has the usual order.
 
-    It is as often of numbers below 10 as of numbers below 100, and so on up to `num_digits` digits: some problems are
-    hard, and some easy. All numbers have leading zeros, and so all problems one length.
+    Sums of numbers below 10, below 100, and so on up to `num_digits` digits are equally frequent, so some problems are
+    easy and others hard. All numbers are padded with leading zeros, so all problems have the same length.
     """
     terms = generator.integers(10 ** generator.integers(1, num_digits + 1), size=num_terms)
     width = len(str(num_terms * (10**num_digits - 1)))
@@ -327,7 +327,7 @@ def held_out_sums(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def training_sum(generator: np.random.Generator, settings: Mapping[str, Any], held_out: Container[str]) -> Problem:
-    """A sum that models are not tested on."""
+    """A random sum that models are not tested on."""
     while True:
         problem = make_sum(generator, settings["num_terms"], settings["num_digits"])
         if problem.prompt not in held_out:
@@ -337,7 +337,7 @@ def training_sum(generator: np.random.Generator, settings: Mapping[str, Any], he
 def make_problems(
     settings: Mapping[str, Any], seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Problem], list[Problem]]:
-    """The problems of the reinforcement learning, and those of the evaluation."""
+    """The problems for reinforcement learning, and those for the evaluation."""
     if "dataset" not in settings:
         evaluation, generator = held_out_sums(settings), np.random.default_rng([seed, 1])
         held_out = {problem.prompt for problem in evaluation}
@@ -349,7 +349,7 @@ def make_problems(
 
 
 def as_chat(row: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Problem:
-    """A row of GSM8K, whose answer follows `####`."""
+    """Converts a row of GSM8K, whose answer follows `####`, to a problem with the model's chat template."""
     messages = [{"role": "user", "content": row["question"]}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = prompt.removeprefix(tokenizer.bos_token or "")  # the tokenizer adds it again
@@ -357,7 +357,7 @@ def as_chat(row: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Probl
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Whether the last number after the thinking is the answer; without an end of the thinking it is not."""
+    """Whether the last number after the thinking is the answer; False if the thinking does not end."""
     _, is_over, given = completion.rpartition(END_OF_THINKING)
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", given)
     return bool(is_over and numbers) and float(numbers[-1].replace(",", "")) == float(answer)
@@ -367,7 +367,7 @@ def is_right(completion: str, answer: str) -> bool:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Characters; `</think>` is an ordinary token, so that rewards see it."""
+    """A tokenizer of characters, in which `</think>` is an ordinary token, so that rewards see it."""
     symbols = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}))
     symbols.pre_tokenizer = pre_tokenizers.Split(Regex(f"{END_OF_THINKING}|."), "isolated")
     symbols.decoder = decoders.Fuse()
@@ -375,7 +375,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class StopWhenPartlyRight(TrainerCallback):
-    """Ends the training once a share of new problems is answered right, which leaves something to reinforce."""
+    """Ends training once a given share of new problems is answered right, so that something is left to reinforce."""
 
     def __init__(self, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]):
         self.problems, self.tokenizer = problems, tokenizer
@@ -390,9 +390,9 @@ class StopWhenPartlyRight(TrainerCallback):
 
 def train_supervised(settings: Mapping[str, Any], seed: int, path: Path) -> Path:
     """
-    Trains a model on examples, unless it is in its folder already, and saves it there with its tokenizer.
+    Trains a model on examples and saves it with its tokenizer in `path`, unless it is already there.
 
-    Of several processes that want it, one trains it, and the others wait.
+    If several processes need the model, one of them trains it and the others wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
@@ -458,11 +458,11 @@ def reinforce(
 
     Args:
         arm: `grpo` or `soft-grpo`.
-        model: Just loaded from where the reference model can be loaded from, too.
-        tokenizer: Pads on the left.
-        problems: Of the training.
-        seed: Of the order of the problems and of the samples.
-        folder: For the Trainer, which leaves nothing there.
+        model: A freshly loaded model; the reference model is loaded from the same place.
+        tokenizer: A tokenizer that pads on the left.
+        problems: Training problems.
+        seed: Seed for the order of the problems and for the samples.
+        folder: Output folder of the Trainer, which stays empty.
         options: Fields of `GRPOConfig`.
 
     Returns:
@@ -507,7 +507,7 @@ def count_right(
     mode: str,
     settings: Mapping[str, Any],
 ) -> list[int]:
-    """How many of the samples of each problem are right, with discrete or soft thinking."""
+    """Counts the right samples of each problem, with discrete or soft thinking."""
     from lsgpt.training.soft_grpo import find_end_of_thinking, generate_soft_thinking  # noqa: PLC0415
 
     num_samples, batch_size = settings["eval_samples"], settings["eval_batch_size"]
@@ -534,18 +534,18 @@ def count_right(
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Of `num_samples` samples `num_right` are right: the probability that of k of them at least one is."""
+    """The probability that of k samples, drawn from `num_samples` of which `num_right` are right, at least one is."""
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def pass_of(runs: Runs, method: str, k: int) -> dict[int, float]:
-    """pass@k of one of `METHODS` for each seed. Raises `NotRunError`."""
+    """pass@k of one of `METHODS` for each seed. Raises `NotRunError` as `Runs.of`."""
     arm, mode = METHODS[method]
     return {run["seed"]: run[mode][str(k)] for run in runs.of(arm)}
 
 
 def plot_pass(path: Path, runs: Runs):
-    """Draws pass@k of `METHODS` over k: means, and bars of one standard deviation over seeds."""
+    """Draws pass@k of `METHODS` over k: means, with error bars of one standard deviation over seeds."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, (arm, mode) in METHODS.items():

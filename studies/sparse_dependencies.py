@@ -30,7 +30,7 @@ from .study import (
 
 
 class SparseDependencies(TrainingStudy):
-    """The paper's test: half of the keys are hidden."""
+    """The paper's test, in which half of the keys are hidden."""
 
     name = "sparse-dependencies"
     title = "Sparse dependencies"
@@ -68,7 +68,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
     }
     scales = {
         "micro": Scale("micro", {"learning_rate": 3e-2, "max_steps": 600}, 3, 1.0),
-        # The masks, four million booleans for each block, are made by the workers that load the data.
+        # The data loading workers make the masks, which have four million booleans for each block.
         "paper": Scale(
             "paper-v1",
             {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 16, "dataloader_num_workers": 8},
@@ -88,7 +88,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
             trainer.data_collator = collate_with_hidden_keys
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         logits = {arm: runs.column(arm, "max_logit") for arm in self.arms("micro")}
         losses = {arm: runs.column(arm, "eval_loss") for arm in logits}
         ratios = {
@@ -121,7 +121,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, and the largest logit over time."""
+        """Final figures, and the largest logit over time and by kind of head."""
         by_kind = [
             [f"`{arm}`", *(format_values((_largest(run, kind) for run in of_arm), 1) for kind in ("global", "local"))]
             for arm, of_arm in runs.items()
@@ -141,12 +141,12 @@ STUDY = SparseDependencies()
 
 
 def _verdict(first: list[float], second: list[float]) -> str:
-    """As `verdict_below`; a run without a number decides nothing."""
+    """Like `verdict_below`, but `not seen` if a value is not finite."""
     return verdict_below(first, second) if all(map(math.isfinite, (*first, *second))) else "not seen"
 
 
 def _largest(run: dict, kind: str) -> float:
-    """The largest logit of one kind of head on the way; NaN where there are none, or where one is not finite."""
+    """The largest logit of one kind of head during training; NaN if there are no such heads or one is not finite."""
     values = [value for _, value in points(run["curves"].get(f"max_logit_{kind}", ()))]
     return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
 
@@ -155,8 +155,8 @@ def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:
     """
     A causal mask that also hides every earlier key of every query with a probability of one half.
 
-    The random numbers of a row follow from its tokens: the same block has the same mask in every batch, whichever
-    blocks came before it, so that a run that goes on after an interruption sees what it would have seen.
+    The random numbers of a row depend only on its tokens: a block has the same mask in every batch, whatever blocks
+    came before it. A run that resumes after an interruption therefore sees the same masks as without one.
 
     Args:
         input_ids: `(B, n)`, on the CPU.
@@ -173,6 +173,6 @@ def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def collate_with_hidden_keys(blocks: list[dict]) -> dict[str, torch.Tensor]:
-    """As `collate_blocks`, with the `attention_mask` of `hide_keys`."""
+    """Like `collate_blocks`, with the `attention_mask` of `hide_keys`."""
     batch = collate_blocks(blocks)
     return {**batch, "attention_mask": hide_keys(batch["input_ids"])}

@@ -1,4 +1,4 @@
-"""What do the known remedies against exploding logits do, beside and on top of Long Short-attention?"""
+"""How do known remedies for exploding logits compare with Long Short-attention, and do they add to it?"""
 
 from .learning_rates import AT_BEST, LearningRates, compare_losses
 from .study import EXCHANGED, Claim, Finding, Runs, Scale, below
@@ -8,7 +8,7 @@ METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc")
 
 
 class Stabilizers(LearningRates):
-    """`LearningRates` with a stabilizer in every arm."""
+    """`LearningRates` for both kinds of attention, without stabilizers and with each of them."""
 
     name = "stabilizers"
     title = "Stabilizers beside LS-attention"
@@ -41,7 +41,7 @@ Stabilizers have their published defaults, see docs/training.md. The logits are 
     names = ("mhsa", "ls", *(f"{kind}-{method}" for kind in ("mhsa", "ls") for method in METHODS))
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         best, losses = self._best(runs)
         strongest = {
             kind: min((f"{kind}-{method}" for method in METHODS), key=lambda name: sum(losses[name]))

@@ -1,4 +1,4 @@
-"""Training small models on sequences that a seeded generator makes, of which nothing is stored."""
+"""Trains small models on sequences that are generated from a seed during training and never stored."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from .study import NUM_POINTS
 
 
 class Stream(IterableDataset):
-    """Rows without end, the same in every pass; for one process that loads them."""
+    """An endless stream of rows, the same in every pass; for a single data loading process."""
 
     def __init__(self, make_row: Callable[[np.random.Generator], dict[str, np.ndarray]], seed: int):
         self.make_row, self.seed = make_row, seed
@@ -31,13 +31,13 @@ class Stream(IterableDataset):
 
 def small_training(folder: Path, seed: int, options: dict[str, Any], **changes) -> TrainingArguments:
     """
-    The optimizer and schedule of the recipe `micro`, for a training that leaves no checkpoints.
+    Training arguments with the optimizer and schedule of the recipe `micro`, without checkpoints.
 
     Args:
-        folder: For the Trainer, which leaves nothing there.
-        seed: Of the order of the data.
-        options: Fields of `TrainingArguments`, `max_steps` among them.
-        changes: More of them, in place of those of the recipe.
+        folder: Output folder of the Trainer, which stays empty.
+        seed: Seed for the order of the data.
+        options: Fields of `TrainingArguments`, including `max_steps`.
+        changes: Further fields, which take precedence.
     """
     fields = {
         "lr_scheduler_type": "cosine_with_min_lr",
@@ -66,15 +66,17 @@ def train_on_stream(
     Trains a new model with the optimizer and schedule of the recipe `micro`.
 
     Args:
-        config: The model.
-        make_row: Makes `input_ids` and `labels`, `(n,)` each, from random numbers.
-        seed: Of the weights and of the rows.
-        folder: For the callbacks and the Trainer, which leaves nothing there unless the loss becomes NaN or infinite.
-        options: Fields of `TrainingArguments`, `max_steps` among them.
+        config: Configuration of the model.
+        make_row: Generates `input_ids` and `labels`, `(n,)` each.
+        seed: Seed for the initial weights and the rows.
+        folder: Output folder. The Trainer writes nothing to it unless the loss becomes NaN or infinite; `callbacks`
+            may write to it.
+        options: Fields of `TrainingArguments`, including `max_steps`.
         callbacks: Further callbacks of the Trainer.
 
     Returns:
-        The trained model in evaluation mode, and `diverged`, `max_logit` (the largest on the way) and `curves`.
+        The trained model in evaluation mode, and a dictionary with `diverged`, `max_logit` (the largest during
+        training) and `curves`.
     """
     set_seed(seed)
     model = LSGPTForCausalLM(config)

@@ -1,4 +1,4 @@
-"""What a study is: claims with the criteria that they are judged by, arms, the runs, and what is made of them."""
+"""Base classes of studies, with their claims, arms, runs and verdicts, and functions that studies share."""
 
 import json
 import math
@@ -25,15 +25,15 @@ from lsgpt.utilities import table
 VERDICTS = ("seen", "not seen", "opposite", "open")
 
 NUM_POINTS = 60
-"""Points of a curve that are kept: as many as a plot can show."""
+"""Maximum number of points that are kept of a curve: as many as a plot can show."""
 
 
 class Claim(NamedTuple):
-    """A claim, and what counts as seen or as the opposite, said before anything is run; the rest is not seen."""
+    """A claim and its criteria, fixed before any run. A result that meets neither criterion counts as not seen."""
 
     text: str
     source: str
-    """Who says it: the paper, its reviewers, or which of its open questions it answers."""
+    """Where the claim comes from, for example the paper, its reviewers, or one of its open questions."""
     seen: str
     opposite: str
 
@@ -42,7 +42,7 @@ EXCHANGED = "the same with the names exchanged"
 
 
 def below(what: str, first: str, second: str) -> str:
-    """The criterion that `is_below` computes, in words."""
+    """The criterion that `is_below` tests, in words."""
     return f"{what} of `{first}` is below that of `{second}` by more than two standard errors"
 
 
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
     """What the runs of a study say about a claim."""
 
     figure: str
-    """The figures that the verdict rests on, with their spread over seeds."""
+    """The numbers behind the verdict, with their spread over seeds."""
     verdict: str
     """One of `VERDICTS`."""
 
@@ -62,40 +62,40 @@ class Scale(NamedTuple):
     """The size at which a study is run."""
 
     recipe: str | None
-    """Shipped recipe that the trainings start from, where there are any."""
+    """Shipped recipe that the runs are based on, or `None` if the study uses no recipe."""
     fields: dict
-    """Recipe fields that replace those of the recipe."""
+    """Fields that replace those of the recipe, or the study's own settings if there is no recipe."""
     num_seeds: int
     hours: float
-    """What all runs take: at `micro` hours of two CPU cores, at `paper` hours of one GPU (an estimate)."""
+    """Total time of all runs: at `micro` on two CPU cores, at `paper` on one GPU (an estimate)."""
 
 
 class NotRunError(LookupError):
-    """An arm was not run, or with fewer than two seeds: no verdict rests on one."""
+    """An arm was run with fewer than two seeds, which is not enough for a verdict."""
 
 
 class Runs(dict[str, list[dict]]):
-    """For each arm the values of its runs, in the order of their seeds."""
+    """Maps each arm to the values of its runs, in the order of their seeds."""
 
     def of(self, arm: str) -> list[dict]:
-        """The runs of an arm, two or more. Raises `NotRunError`."""
+        """The runs of an arm. Raises `NotRunError` if there are fewer than two."""
         if len(self.get(arm, ())) < 2:
             raise NotRunError(arm)
         return self[arm]
 
     def column(self, arm: str, key: str) -> list[float]:
-        """One loss or logit of every run of an arm, infinite where the run diverged. Raises `NotRunError`."""
+        """A loss or logit of every run of an arm, infinite for runs that diverged. Raises `NotRunError` as `of`."""
         return [number(run[key]) for run in self.of(arm)]
 
 
 class Study(ABC):
     """
-    An experiment. Its runs, one for each arm and seed, are made by `run`, each in a process of its own; everything
-    else is made from what they return, so that a report can be written again without running anything.
+    Base class of experiments. `run` is called once for each arm and seed, each time in a separate process. Everything
+    else works with the values that it returned, so a report can be rewritten without running anything again.
     """
 
     name: ClassVar[str]
-    """As on the command line."""
+    """Name on the command line."""
     title: ClassVar[str]
     question: ClassVar[str]
     protocol: ClassVar[str]
@@ -105,29 +105,30 @@ class Study(ABC):
 
     @abstractmethod
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """The arms, by names that can be folders; what they are made of is the study's own affair."""
+        """Maps the names of the arms, which must be valid folder names, to whatever defines them in this study."""
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Makes in `folder` what all runs share."""
+        """Creates in `folder` what all runs share."""
         return
 
     @abstractmethod
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
         """
-        Makes one run.
+        Performs one run.
 
         Args:
-            arm, seed: Which.
+            arm: One of `arms`.
+            seed: Random seed.
             scale: One of `scales`.
-            folder: Where it may leave what it needs to go on after an interruption.
-            fields: Command-line fields of the recipe, where there is one.
+            folder: The folder given to `prepare`. A run may also store there what it needs to resume.
+            fields: Command-line fields that replace those of the recipe, if there is one.
 
         Returns:
-            Numbers, texts, lists and mappings that JSON can hold; no more than the report needs.
+            Values that JSON can represent, limited to what the report needs.
         """
 
     def describe(self) -> str:
-        """The study in words, for the command line."""
+        """Describes the study for the command line."""
         claims = "\n".join(f"- {claim.text} ({claim.source})" for claim in self.claims.values())
         sizes = "\n".join(
             f"--scale {name}: {len(self.arms(name))} arms, {scale.num_seeds} seeds, about {scale.hours:g} hours of "
@@ -139,17 +140,17 @@ class Study(ABC):
 
     @abstractmethod
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """What the runs say about each of `claims`. May raise `NotRunError`: then all of them are open."""
+        """Judges each of `claims` by the runs. If this raises `NotRunError`, all of them stay open."""
 
     @abstractmethod
     def report(self, runs: Runs, folder: Path) -> str:
-        """Draws plots into `folder`, and returns the tables and the plots in Markdown. Not all arms may be there."""
+        """Saves plots in `folder`, and returns tables and plots in Markdown. Some arms may not have been run yet."""
 
 
 class TrainingStudy(Study):
     """
-    A study whose runs are language models trained by `lsgpt train`. Its arms are recipe fields, joined with the recipe
-    as those of `lsgpt compare` are.
+    A study that trains language models in the same way as `lsgpt train`. Its arms are recipe fields, which are merged
+    with the recipe as in `lsgpt compare`.
     """
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
@@ -157,7 +158,7 @@ class TrainingStudy(Study):
         prepare_tokenizer(self.base(scale, fields), folder)
 
     def base(self, scale: str, fields: Sequence[str]) -> Arguments:
-        """The recipe of a scale, with the fields of the command line."""
+        """The recipe of a scale, with the command-line fields applied."""
         recipe, changes, _, _ = self.scales[scale]
         arguments = parse_arguments(recipe, fields)
         given = {field.split("=")[0].removeprefix("--").replace("-", "_") for field in fields}
@@ -165,7 +166,7 @@ class TrainingStudy(Study):
         return join_arm(arguments.recipe, self.name, changes)
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
-        """Trains, or goes on from the last checkpoint, and collects what the run left."""
+        """Trains, or resumes from the last checkpoint, and collects the results."""
         base = self.base(scale, fields)
         run_folder = folder / arm / f"seed-{seed}"
         overrides = ["--seed", str(seed), "--output_dir", str(run_folder)]
@@ -181,21 +182,21 @@ class TrainingStudy(Study):
         return collect(run_folder) | self.measure(run_folder)
 
     def build(self, arguments: Arguments, arm: str) -> Trainer:
-        """The trainer of a run, changed by `change`."""
+        """Builds the trainer of a run and applies `change` to it."""
         trainer = build_trainer(arguments)
         self.change(trainer, arm)
         return trainer
 
     def change(self, trainer: Trainer, arm: str):
-        """Changes the trainer of a run in what a recipe cannot say."""
+        """Makes changes to the trainer of a run that a recipe cannot express."""
 
     def measure(self, folder: Path) -> dict:
-        """What the study wants to know of a trained model beyond what `collect` returns; `folder` is its run's."""
+        """Further measurements of the trained model in the run's `folder`, added to those of `collect`."""
         return {}
 
 
 def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor:
-    """The first blocks of the validation text of the run in a folder, `(count, block_size)` token ids."""
+    """The first blocks of a run's validation text: token ids `(count, block_size)`."""
     data = parse_arguments(folder / "recipe.yaml", ["--output_dir", str(folder)]).data
     tokens = tokenize(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder))
     return torch.stack([torch.as_tensor(row["input_ids"]).long() for row in islice(pack(tokens, block_size), count)])
@@ -203,8 +204,9 @@ def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor
 
 def collect(folder: Path) -> dict:
     """
-    What is kept of a training: final figures, the largest logit on the way, the spike score, the loss by position, and
-    curves of up to `NUM_POINTS` points. Of the loss these are means over the steps between, of the logits maxima.
+    Collects the results of a training run: final figures, the largest logit during training, the spike score, the loss
+    by position, and curves of up to `NUM_POINTS` points. Each point summarizes the steps since the previous one by the
+    mean loss or the largest logit.
     """
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     logs = read_metrics(folder / "metrics.jsonl")
@@ -225,7 +227,7 @@ def collect(folder: Path) -> dict:
 
 
 def thin(points: Sequence[tuple[int, float]], summarize, num_points: int = NUM_POINTS) -> list[tuple[int, float]]:
-    """At most `num_points` of a curve, each for a part of it: the part's last step and the summary of its values."""
+    """Reduces a curve to at most `num_points` points, each with the last step and the summary of a part of it."""
     size = math.ceil(len(points) / num_points) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(part[-1][0], float(f"{summarize([value for _, value in part]):.5g}")) for part in parts]
@@ -233,8 +235,8 @@ def thin(points: Sequence[tuple[int, float]], summarize, num_points: int = NUM_P
 
 def spike_score(values: Sequence[float], window: int = 128, deviations: float = 6.0) -> float:
     """
-    Share of the values that are more than 6 standard deviations above the mean of the 128 before them; those that are
-    not finite count, too. (OLMo's score, arXiv:2501.00656.)
+    Share of the values that are more than 6 standard deviations above the mean of the 128 values before them. Values
+    that are not finite count as spikes, too. (This is OLMo's score, arXiv:2501.00656.)
     """
     spikes, num_values = 0, 0
     for i in range(window, len(values)):
@@ -248,24 +250,24 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
 
 
 def number(value: float | None) -> float:
-    """A loss or a logit as JSON has it: null, which stands for NaN and infinity, is larger than any number."""
+    """Converts a loss or logit read from JSON: null, which stands for NaN and infinity, becomes infinity."""
     return math.inf if value is None else value
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of the values that are finite; NaN without any."""
+    """The mean of the finite values; NaN if there are none."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
 
 
 def deviation(values: Iterable[float]) -> float:
-    """The sample standard deviation of the values that are finite; 0 for fewer than two."""
+    """The sample standard deviation of the finite values; 0 if there are fewer than two."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.stdev(finite) if len(finite) > 1 else 0.0
 
 
 def format_values(values: Iterable[float | None], digits: int = 3) -> str:
-    """Mean ± sample standard deviation of what is finite, and how many values are not, for tables."""
+    """Formats the mean ± sample standard deviation of the finite values, and the number of values that are not."""
     values = [math.nan if value is None else value for value in values]
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -276,7 +278,7 @@ def format_values(values: Iterable[float | None], digits: int = 3) -> str:
 
 
 def results_table(runs: Runs) -> str:
-    """The final figures of trainings, arm by arm."""
+    """A table of the final figures of training runs, one row for each arm."""
     rows = [
         [
             f"`{arm}`",
@@ -292,12 +294,12 @@ def results_table(runs: Runs) -> str:
 
 
 def points(curve: Sequence[Sequence]) -> list[tuple[float, float]]:
-    """A curve as `plot_curves` takes it: NaN where there is no number."""
+    """Converts a curve to the form that `plot_curves` takes, with NaN for missing values."""
     return [(x, math.nan if y is None else y) for x, y in curve]
 
 
 def curves_over(runs: Runs, places: Iterable[tuple[float, str]], key: str) -> list[list[tuple[float, float]]]:
-    """For `plot_curves`, a curve for each seed over the numbers of `places`, pairs of a number and an arm."""
+    """Curves of `key` for `plot_curves`, one for each seed; `places` gives the x values and their arms."""
     present = [(x, runs[arm]) for x, arm in places if arm in runs]
     num_seeds = max((len(of_arm) for _, of_arm in present), default=0)
     return [points([(x, of_arm[i][key]) for x, of_arm in present if i < len(of_arm)]) for i in range(num_seeds)]
@@ -305,9 +307,9 @@ def curves_over(runs: Runs, places: Iterable[tuple[float, str]], key: str) -> li
 
 def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.0) -> bool:
     """
-    Whether the mean of the first is below that of the second by more than `margin` and by more than twice the standard
-    error of the difference (Welch's, from the spread over seeds). Infinite values have no spread: a mean with one is
-    above or below every other. What is not a number decides nothing.
+    Whether the mean of `first` is below the mean of `second` by more than `margin` and by more than twice the standard
+    error of the difference (Welch's, from the spread over seeds). If a value is infinite, the means are compared
+    directly, without a standard error. If a value is NaN, the answer is False.
     """
     if not all(map(math.isfinite, (*first, *second))):
         return sum(first) / len(first) < sum(second) / len(second)

@@ -25,11 +25,11 @@ SOURCE_FIELD = "--model_name_or_path"
 NUM_BLOCKS = 8
 LENGTH = 512
 FAR = 128
-"""Keys as far away, or farther, are far in the pretrained model; in the trained ones it is the window of `ls`."""
+"""The distance from which keys count as far in the pretrained model; in the trained ones it is the window of `ls`."""
 
 
 class WhereHeadsLook(TrainingStudy):
-    """Statistics of the attention of trained models, see `lsgpt inspect`."""
+    """Attention statistics of trained models, the same as in `lsgpt inspect`."""
 
     name = "where-heads-look"
     title = "Where heads look"
@@ -69,7 +69,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """Two to train, and one to load."""
+        """Two models to train, and a pretrained one."""
         shipped = load_arms()
         return {name: shipped[name] for name in ("mhsa", "ls")} | {PRETRAINED: {}}
 
@@ -86,7 +86,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
         return statistics_of(model, torch.stack([torch.as_tensor(row).long() for row in rows]), FAR)
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """As of all trainings."""
+        """Trains the tokenizer, as for every training study."""
         super().prepare(scale, folder, split_source(fields)[1])
 
     def measure(self, folder: Path) -> dict:
@@ -95,7 +95,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
         return statistics_of(model, validation_blocks(folder, NUM_BLOCKS, LENGTH), model.config.sliding_window)
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
-        """See `claims`."""
+        """Judges each of `claims`."""
         figures = {
             name: {arm: [_mean_over_heads(run, name) for run in runs.of(arm)] for arm in ("mhsa", PRETRAINED)}
             for name in ("far_mass_without_first", "far_entropy")
@@ -116,7 +116,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """All figures, for each kind of heads."""
+        """All figures, for each kind of head."""
         rows = []
         for arm, of_arm in runs.items():
             for kind, local in (("global", False), ("local", True)):
@@ -132,7 +132,7 @@ STUDY = WhereHeadsLook()
 
 
 def split_source(fields: Sequence[str]) -> tuple[str, list[str]]:
-    """Where the pretrained model is, and the fields of the others."""
+    """Splits fields into the name or folder of the pretrained model and the fields for training."""
     if SOURCE_FIELD not in fields:
         return SOURCE, list(fields)
     at = list(fields).index(SOURCE_FIELD)

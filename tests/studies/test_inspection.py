@@ -246,7 +246,7 @@ def test_far_is_the_window_by_default(build_any, tiny_model):
     [
         ((8,), None, r"`input_ids` must have shape \(blocks, tokens\).*got \(8,\)"),
         ((0, 8), None, r"got \(0, 8\)"),
-        ((2, 1), None, r"of two tokens or more; got \(2, 1\)"),
+        ((2, 1), None, r"of at least two tokens; got \(2, 1\)"),
         ((1, 8), 8, "`far` must be between 1 and 7, because blocks have 8 tokens; got 8"),
         ((1, 8), 0, "`far` must be between 1 and 7.*got 0"),
     ],

@@ -67,7 +67,7 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
         time.sleep(0.05)
     program.process.terminate()  # SIGTERM
     program.wait()
-    assert "The same command goes on with it" in program.errors
+    assert "Run the same command again to continue" in program.errors
 
     report = run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
     (line,) = read_lines(report.parent)
