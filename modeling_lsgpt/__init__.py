@@ -1,6 +1,6 @@
 """
-The LSGPT model. Its files are copied into checkpoints, so they may import only torch, Transformers, each other and,
-where it is needed, Triton.
+The LSGPT model. Its files are copied into checkpoints, so they may import only torch, Transformers, the
+packages that Transformers itself needs, each other and, where it is needed, Triton.
 """
 
 from .attention_lsgpt import HeadGroup, LSGPTAttention

@@ -14,8 +14,9 @@ from transformers.utils.import_utils import is_tracing
 
 ROOM = 256
 """
-When a cache of S keys is reallocated, it gets room for S / 256 more. Each new token then copies 256 keys per global
-head on average, few compared with what local heads move in their windows, and at most 0.4% of the memory is spare.
+When a cache of S keys is reallocated, it gets room for S / 256 more, or for one. Each new token then copies 256 keys
+per global head on average, few compared with what local heads move in their windows, and at most 0.4% of the memory is
+spare in a cache of 256 keys or more.
 """
 
 

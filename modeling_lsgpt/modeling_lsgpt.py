@@ -357,7 +357,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided.
 
         Returns:
-            Logits `(B, T, V)`, unless they are skipped, and the loss if there are `labels`.
+            Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and
+            the loss if there are `labels`.
 
         Raises:
             ValueError: If `LSGPTModel` rejects the inputs, labels have the wrong shape or are outside the vocabulary,

@@ -1,7 +1,8 @@
 """The exact largest attention logit of each head, computed without a matrix of all logits.
 
-Growing logits are an early sign of diverging training (arXiv:2505.15548), but fast attention kernels do not report
-them: FlashAttention's log-sum-exp is not the maximum and cannot be converted into it.
+Growing logits are an early sign of diverging training (arXiv:2505.15548), but of the fast
+attention kernels only our Triton kernel reports them: FlashAttention's log-sum-exp is not the maximum and cannot be
+converted into it.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """

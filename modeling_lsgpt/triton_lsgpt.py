@@ -5,8 +5,9 @@ of keys that they see, or vice versa for the gradients of keys and values. Speci
 order of the programs and the length of their walks: programs of global heads come first, those with the longest walks
 before all others, and the many short programs of local heads fill the gaps that they leave.
 
-The kernels run on NVIDIA GPUs in float16, bfloat16 and float32. With `TRITON_INTERPRET=1` they also run on a CPU,
-slowly; the tests use this. Importing this file requires the package `triton`.
+The kernels are for NVIDIA GPUs, in float16, bfloat16 and float32. With `TRITON_INTERPRET=1` they run on a CPU, slowly,
+as they do in the tests; compiled for GPUs, they have not been run yet. Importing this file requires the package
+`triton`.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`.
 """

@@ -1,8 +1,8 @@
 """Visibility: which keys each query may attend to, described once per forward pass for each kind of head.
 
 Transformers' mask helpers have no head axis, so global and local heads each have their own `Visibility`. Code that
-needs it (attention engines, the measurement of logits, calibration) calls `Visibility.sees` and does not restate the
-rules.
+needs it (attention engines, the measurement of logits, calibration) asks a `Visibility`. Only the Triton kernels state
+the rules again, because they cannot call Python.
 
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
@@ -140,8 +140,8 @@ def describe_visibility(
         past_key_values: The cache before this step's update.
         position_ids (`(B or 1, T)`): If given, positions that restart mark the start of another document packed into
             the same row, and attention does not cross from one document to another. With a cache, the position of the
-            first new token tells how many cached tokens belong to its document. Ignored once a static cache is in
-            use, because its length is not known without waiting for the device.
+            first new token tells how many cached tokens belong to its document. Ignored for a single token if a static
+            cache is in use, because its length is not known without waiting for the device.
 
     Raises:
         ValueError: If the mask's shape or type does not fit.
@@ -149,6 +149,10 @@ def describe_visibility(
     batch_size, q_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
     past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+    # A static cache in use has a tensor for its length. Reading it means waiting for the device: acceptable once for a
+    # chunk of a prompt, but not for every decoded token.
+    if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
+        past_length = int(past_length)
     of_kind = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys((GLOBAL, LOCAL), attention_mask)
     padding_mask = documents = None
     for mask in of_kind.values():
@@ -158,7 +162,6 @@ def describe_visibility(
         of_kind = {}
         if not (_may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    # The length is a tensor if a static cache is in use.
     if position_ids is not None and isinstance(past_length, int) and not isinstance(attention_mask, dict):
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
 
@@ -202,7 +205,7 @@ def create_attention_masks(
 ) -> dict | torch.Tensor | None:
     """
     Creates the masks that `generate` prepares outside a compiled decoding step, `{GLOBAL: ..., LOCAL: ...}`, each
-    boolean `(B or 1, 1, T, S)`. The arguments are those of `describe_visibility`.
+    `(B, 1, T, S)` and boolean, or additive if the user's own mask is. The arguments are as in `describe_visibility`.
 
     Only single-token steps need them. For a prompt, this returns `attention_mask` unchanged, and the model itself
     works out which keys each query may attend to.

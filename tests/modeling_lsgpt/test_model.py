@@ -99,9 +99,10 @@ def test_packed_documents_are_computed_as_if_alone(tiny_model, engine, use_cache
             torch.testing.assert_close(together.logits, alone)
 
 
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])  # FlexAttention's code for changing lengths fails on the CPU
-def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding):
+def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding, is_static):
     """In chunks that begin with a document, inside one, at its last token, and of a single token."""
     model = tiny_model(torch.float64, engine).requires_grad_(False)
     lengths = (30, 9, 1, 24)
@@ -111,8 +112,11 @@ def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding):
     packed = torch.cat([filler, *documents], dim=1)
     positions = torch.cat([filler, *(torch.arange(n)[None] for n in lengths)], dim=1)
     real = torch.cat([filler, torch.ones(1, 64, dtype=torch.long)], dim=1)
-    cache, logits = DynamicCache(config=model.config), []
-    for begin, end in pairwise((0, 20, 30, 38, 39, 64)):
+    cache = StaticCache(config=model.config, max_cache_len=80) if is_static else DynamicCache(config=model.config)
+    ends, logits = (0, 20, 30, 38, 39, 64), []
+    if is_static:  # no single token: its length is not read then
+        ends = (0, 20, 30, 38, 64)
+    for begin, end in pairwise(ends):
         begin, end = (begin and begin + padding), end + padding
         inputs = {"input_ids": packed[:, begin:end], "position_ids": positions[:, begin:end]}
         inputs |= {"attention_mask": real[:, :end]} if padding else {}
