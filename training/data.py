@@ -65,9 +65,9 @@ def load_documents(
     """
     Loads the documents of a data set.
 
-    A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a share
-    of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20, the last
-    5% of the text of each document.
+    A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
+    share of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20,
+    the last 5% of the text of each document.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
