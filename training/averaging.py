@@ -42,7 +42,8 @@ AVERAGES = {
 """The kinds of average, see `AveragedWeightsCallback`; the defaults of BEMA are those of arXiv:2508.00180."""
 
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
-"""At least the first number and below the second. With a `rho` of 1 or more, no BEMA update has a weight above 1."""
+"""Settings must be at least the first number and below the second. A `rho` of 1 or more keeps the weight of a BEMA
+update from exceeding 1."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size in bytes."""

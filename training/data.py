@@ -48,7 +48,7 @@ _NOT_LIBRARY_SOURCE = {
     "tests",
     "turtledemo",
 }
-_HELD_OUT_256THS = 13  # a twentieth
+_HELD_OUT_256THS = 13  # about a twentieth
 
 STDLIB = "stdlib"
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of `datasets`

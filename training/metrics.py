@@ -213,7 +213,7 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         `(len(tokenizer),)` in int64; zero for special tokens.
 
     Raises:
-        ValueError: If the tokenizer is of another kind, whose tokens do not tell which text they are decoded to.
+        ValueError: If the tokenizer is of another kind, because its tokens do not show the text they stand for.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = str(json.loads(backend.to_str())["decoder"] if backend else None)

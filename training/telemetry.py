@@ -103,7 +103,7 @@ class LogitTelemetryCallback(TrainerCallback):
         finally:
             self._max_logits.stop()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Backends differ in whether the larger of a number and NaN is NaN; infinity is larger for all of them.
+            # Backends disagree on whether the maximum of a number and NaN is NaN, but not on infinity.
             maxima = maxima.masked_fill(maxima.isnan(), math.inf)
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         figures = summarize_max_logits(maxima, model.config, self.threshold, layer_numbers)

@@ -324,7 +324,7 @@ def get_tokenizer(
     data, args = arguments.data, arguments.training
     name = args.resume_from_checkpoint or arguments.model.model_name_or_path or data.tokenizer
     if name in ALGORITHMS:
-        # One process trains it for all, because Unigram, trained twice, numbers the same tokens differently.
+        # One process trains it for all of them: trained twice, Unigram numbers the same tokens differently.
         tokenizer = make_tokenizer(data, config, documents) if args.process_index == 0 else None
         tokenizer = broadcast_object_list([tokenizer])[0]
     else:
@@ -431,7 +431,7 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
 
     if args.resume_from_checkpoint:
-        args.eval_on_start = False  # done at the first start, and in the checkpoint's log
+        args.eval_on_start = False  # done at the first start; the checkpoint's log has it
     if trainer.teacher is not None:
         trainer.teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
         if is_main:
