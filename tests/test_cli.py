@@ -285,8 +285,8 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         ),
         (["train", "--output_dir", "EMPTY", "--tokenizer", "EMPTY/x"], "there is no 'EMPTY/x'"),
         (["train", "finetune", "--model_name_or_path", "EMPTY/x"], "there is no folder 'EMPTY/x'"),
-        (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or hold a complete"),
-        (["train", "finetune"], "`model_name_or_path` must be set without a `preset`"),
+        (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or contain a complete"),
+        (["train", "finetune"], "`model_name_or_path` must be set if there is no `preset`"),
         (
             ["train", "finetune", "--model_name_or_path", "GPT2"],
             "must be an LSGPT checkpoint; its model type is 'gpt2'",

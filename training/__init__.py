@@ -1,4 +1,4 @@
-"""Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports, each of use alone elsewhere."""
+"""Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports. Each also works on its own."""
 
 from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
 from .averaging import AVERAGES, AveragedWeightsCallback

@@ -1,4 +1,4 @@
-"""What a training run is made of, as dataclasses that a recipe (YAML) and the command line fill in."""
+"""The arguments of a training run, as dataclasses that a recipe (YAML) and the command line fill in."""
 
 import argparse
 import contextlib
@@ -41,20 +41,20 @@ class ModelArguments:
     )
     attn_implementation: str | None = field(
         default=None,
-        metadata={"help": "Attention engine. Default: sdpa; with soft-capping flex_attention on CUDA, else eager."},
+        metadata={"help": "Attention engine. Default: sdpa; with soft-capping, flex_attention on CUDA, else eager."},
     )
     teacher: str | None = field(
         default=None,
         metadata={
-            "help": "Model whose distributions of the next token are learnt instead of the text itself: a folder, a "
-            "name on the Hub or a GGUF file of any causal language model with the same tokenizer."
+            "help": "Model whose next-token distributions are learnt instead of the text itself: a folder, a name on "
+            "the Hub or a GGUF file of any causal language model with the same tokenizer."
         },
     )
     trainable: str = field(
         default="all",
         metadata={
-            "help": "What is trained: all weights; light, only sinks, biases and norms; or lora, those and an adapter "
-            "for each matrix of the blocks, merged into the weights at the end (needs the package peft)."
+            "help": "What to train: all (all weights), light (only sinks, biases and norms), or lora (those plus an "
+            "adapter for each matrix of the blocks, merged into the weights at the end; needs the package peft)."
         },
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters of `trainable: lora`."})
@@ -85,34 +85,34 @@ class DataArguments:
         },
     )
     dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the data set, where it has several."}
+        default=None, metadata={"help": "Configuration of the data set, if it has several."}
     )
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
     streaming: bool = field(
-        default=False, metadata={"help": "Read the data while training instead of before; needs max_steps."}
+        default=False, metadata={"help": "Read the data during training instead of before; needs max_steps."}
     )
     validation_split_percentage: int = field(
-        default=5, metadata={"help": "Share of the documents held out where the data set has no validation split."}
+        default=5, metadata={"help": "Percentage of the documents held out if the data set has no validation split."}
     )
     max_eval_blocks: int | None = field(
-        default=None, metadata={"help": "Evaluate on this many blocks at most; all by default."}
+        default=None, metadata={"help": "Evaluate on at most this many blocks; all by default."}
     )
     tokenizer: str = field(
         default="bpe",
         metadata={
-            "help": "bpe or unigram to train one on the data, of the model's vocabulary size; a folder or a name on "
-            "the Hub. Fine-tuning keeps the checkpoint's."
+            "help": "bpe or unigram to train a tokenizer with the model's vocabulary size on the data; or a folder or "
+            "a name on the Hub. Fine-tuning keeps the checkpoint's tokenizer."
         },
     )
     max_tokenizer_characters: int = field(
-        default=100_000_000, metadata={"help": "Characters of text that a tokenizer is trained on at most."}
+        default=100_000_000, metadata={"help": "Train a tokenizer on at most this many characters of text."}
     )
     block_size: int = field(default=512, metadata={"help": "Number of tokens in a training sequence."})
     respect_boundaries: bool = field(
-        default=False, metadata={"help": "Keep attention and loss inside documents; otherwise blocks cross them."}
+        default=False, metadata={"help": "Keep attention and loss inside documents; otherwise, they cross documents."}
     )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Number of processes that tokenize."}
+        default=None, metadata={"help": "Number of processes for tokenizing."}
     )
     prompt: str = field(
         default="def", metadata={"help": "Text that the trained model continues at the end of the run."}
@@ -121,7 +121,7 @@ class DataArguments:
 
 @dataclass
 class RunArguments:
-    """What watches the run and keeps it stable."""
+    """How the run is monitored and kept stable."""
 
     stabilizers: dict | str | None = field(
         default=None,
@@ -131,20 +131,20 @@ class RunArguments:
         },
     )
     max_logit_every_n_steps: int = field(
-        default=50, metadata={"help": "Measure the attention logits at multiples of this many steps; 0: never."}
+        default=50, metadata={"help": "Measure the attention logits at multiples of this many steps; 0 for never."}
     )
     max_logit_threshold: float = field(default=100.0, metadata={"help": "A larger logit counts as an explosion."})
-    on_explosion: str = field(default="warn", metadata={"help": "Then: warn, stop or clip."})
+    on_explosion: str = field(default="warn", metadata={"help": "What to do then: warn, stop or clip."})
     averaging: dict | str | None = field(
         default=None,
         metadata={
-            "help": f"Average of the weights, one of {', '.join(AVERAGES)}: a name for the usual values, or "
-            "'{kind: ema, decay: 0.9999}' for others. It is evaluated, too, and saved in OUTPUT_DIR/averaged."
+            "help": f"Average of the weights, one of {', '.join(AVERAGES)}: a name for the default values, or "
+            "'{kind: ema, decay: 0.9999}' for others. It is also evaluated, and saved in OUTPUT_DIR/averaged."
         },
     )
     stop_at_step: int | None = field(
         default=None,
-        metadata={"help": "End the training after this step; the schedule still reaches to max_steps."},
+        metadata={"help": "End the training after this step; the schedule still extends to max_steps."},
     )
     license: str | None = field(
         default=None,
@@ -189,7 +189,7 @@ _RANGES = {
     "stop_at_step": (1, math.inf),
     "weight_decay": (0, math.inf),
 }
-"""Fields that must be at least the first number and below the second; a wrong value would else show late, or never."""
+"""Fields that must be at least the first number and below the second. Other values would fail late, or silently."""
 
 LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl array artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
@@ -200,8 +200,8 @@ cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-
 fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
 lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
 ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
-""".split()  # noqa: SIM905 (one a line would be two pages)
-"""The licences that the Hub has identifiers for; any other one is `other`, with a name and a link."""
+""".split()  # noqa: SIM905 (one per line would fill two pages)
+"""The licences for which the Hub has identifiers. Any other licence is `other`, with a name and a link."""
 
 
 class Arguments(NamedTuple):
@@ -212,12 +212,12 @@ class Arguments(NamedTuple):
     run: RunArguments
     training: TrainingArguments
     recipe: dict
-    """The fields to repeat the run: all about model, data and run, the seed, and what `TrainingArguments` changes."""
+    """The fields that repeat the run: all of model, data and run, the seed, and changed `TrainingArguments`."""
 
     def build_config(self) -> LSGPTConfig:
         """
-        The preset, or the configuration of the checkpoint to fine-tune, with overrides and stabilizers. Raises
-        `ValueError` as `load_preset` and `load_config` do.
+        Returns the configuration of the preset, or of the checkpoint to fine-tune, with overrides and stabilizers.
+        Raises `ValueError` as `load_preset` and `load_config` do.
         """
         model = self.model
         load, name = (
@@ -227,7 +227,7 @@ class Arguments(NamedTuple):
 
 
 def make_parser(**kwargs) -> HfArgumentParser:
-    """The parser of all fields; `kwargs` are those of `argparse.ArgumentParser`."""
+    """Returns the parser of all fields; `kwargs` are passed to `argparse.ArgumentParser`."""
     return HfArgumentParser(_ARGUMENT_TYPES, allow_abbrev=False, exit_on_error=False, **kwargs)
 
 
@@ -235,11 +235,11 @@ def parse_arguments(
     recipe: str | Path | dict | None = None, overrides: Sequence[str] = (), parser: HfArgumentParser | None = None
 ) -> Arguments:
     """
-    The arguments of a run: a recipe, with some fields replaced.
+    Returns the arguments of a run: those of a recipe, with some fields replaced.
 
-    Without an `output_dir` the run goes to the first of `runs/NAME`, `runs/NAME-2`, ... that is free, where NAME is
-    the recipe's `run_name` or else the recipe's own name. With `resume_from_checkpoint`, a run's folder or one of its
-    checkpoints, it goes on where it was, and the recipe is that run's own unless another one is given.
+    Without an `output_dir`, the run uses the first of `runs/NAME`, `runs/NAME-2`, ... that is free, where NAME is the
+    recipe's `run_name` or else the recipe's own name. With `resume_from_checkpoint`, which names a run's folder or one
+    of its checkpoints, that run is resumed. Its own recipe is used unless another one is given.
 
     Args:
         recipe: A shipped recipe's name, a YAML file, or its content; `demo` by default.
@@ -247,7 +247,7 @@ def parse_arguments(
         parser: What `make_parser` returns.
 
     Raises:
-        ValueError: An unknown field, with the nearest known name, or a value that cannot be.
+        ValueError: If a field is unknown (the message suggests the nearest known name), or a value is invalid.
     """
     parser = parser or make_parser()
     defaults = vars(parser.parse_known_args([])[0])
@@ -268,7 +268,7 @@ def parse_arguments(
 
 
 def _recipe_of_run(checkpoint: str) -> Path:
-    """The recipe of the run that `checkpoint` belongs to."""
+    """Returns the recipe of the run to which `checkpoint` belongs."""
     recipe = find_checkpoint(checkpoint).parent / "recipe.yaml"
     if not recipe.is_file():
         raise ValueError(
@@ -279,19 +279,19 @@ def _recipe_of_run(checkpoint: str) -> Path:
 
 
 def _read_recipe(recipe: str | Path | dict) -> dict:
-    """The fields of a recipe, `run_name` among them, as the parser takes them."""
+    """Returns the fields of a recipe, including `run_name`, in the form that the parser takes."""
     values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
     name = "run" if isinstance(recipe, dict) else Path(recipe).stem
     values["run_name"] = name = values.get("run_name") or name
     for field_name in values:
         if field_name not in _FIELDS:
             raise ValueError(f"recipe {name} has an unknown field {field_name!r}{suggest(str(field_name), _FIELDS)}")
-    # The parser converts and checks strings, also those from a recipe: YAML reads 3e-4 as one.
+    # The parser converts and checks only strings, so numbers become strings. YAML reads 3e-4 as one anyway.
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
 
 def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The values of all fields; `ValueError` for a wrong value, an unknown field, with the nearest one, or a stray."""
+    """Returns the values of all fields. Raises `ValueError` for invalid values, unknown fields and stray arguments."""
     try:
         namespace, unknown = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
@@ -306,7 +306,7 @@ def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> a
 
 
 def _choose_folder(namespace: argparse.Namespace) -> bool:
-    """Sets the checkpoint to resume from and the output folder; returns whether that folder is the one to use."""
+    """Sets the checkpoint to resume from and the output folder. Returns whether that folder is not the default one."""
     checkpoint = namespace.resume_from_checkpoint and find_checkpoint(namespace.resume_from_checkpoint)
     namespace.resume_from_checkpoint = checkpoint and str(checkpoint)
     folder = namespace.output_dir or (checkpoint and checkpoint.parent)
@@ -322,12 +322,12 @@ def _resolve_recipe(
     namespace: argparse.Namespace,
     defaults: dict,
 ) -> dict:
-    """See `Arguments.recipe`; `defaults` are the parser's."""
+    """Returns what `Arguments.recipe` describes; `defaults` are the parser's."""
     ours = {**asdict(model_args), **asdict(data_args), **asdict(run_args), "seed": training_args.seed}
-    # A repetition needs another output folder, and the token would be published with the recipe.
+    # A repeated run needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {
-        # A float in `TrainingArguments`, because below 1 it is a share of the training: 60 steps, not 60.0.
+        # A float in `TrainingArguments`, where values below 1 are a share of the training. Write 60 steps, not 60.0.
         name: int(value) if name == "warmup_steps" and value is not None and value.is_integer() else value
         for name, value in vars(namespace).items()
         if value != defaults[name] and name not in left_out
@@ -337,14 +337,14 @@ def _resolve_recipe(
 
 def check_arguments(arguments: Arguments):
     """
-    What can be known to fail before anything is loaded or written.
+    Checks, before anything is loaded or written, what would fail later.
 
     Raises:
-        ValueError: Unknown names, a block longer than the model's positions, values that cannot go together.
+        ValueError: If a name is unknown, a block is longer than the model's positions, or values are incompatible.
     """
     model_args, data_args, run_args, training_args, _ = arguments
     if not (model_args.preset or model_args.model_name_or_path):
-        raise ValueError("`model_name_or_path` must be set without a `preset`: the checkpoint to go on with")
+        raise ValueError("`model_name_or_path` must be set if there is no `preset`: it is the checkpoint to fine-tune")
     name = model_args.model_name_or_path
     if name and looks_like_a_path(name) and not Path(name).is_dir():
         raise ValueError(f"`model_name_or_path` must be a checkpoint; there is no folder {name!r}")
@@ -362,7 +362,7 @@ def check_arguments(arguments: Arguments):
     if run_args.on_explosion not in _ON_EXPLOSION:
         raise ValueError(f"`on_explosion` must be one of {', '.join(_ON_EXPLOSION)}; got {run_args.on_explosion!r}")
     if training_args.push_to_hub and run_args.license is None:
-        raise ValueError("`license` must be set with `push_to_hub`, such as apache-2.0: the model card names it")
+        raise ValueError("`license` must be set with `push_to_hub`, for the model card; for example apache-2.0")
     if run_args.license is not None:
         check_license(run_args.license)
     engine = model_args.attn_implementation
@@ -418,11 +418,11 @@ def _check_healing(arguments: Arguments):
     if is_file and not Path(teacher).exists():
         raise ValueError(f"`teacher` must be a folder, a name on the Hub or a GGUF file; there is no {teacher!r}")
     if teacher and "z-loss" in run_args.stabilizers:
-        raise ValueError("`teacher` must not be combined with z-loss, which belongs to the loss on the text")
+        raise ValueError("`teacher` must not be combined with z-loss, which is part of the loss on the text")
     if teacher and training_args.label_smoothing_factor:
         raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
     if trainable != "all" and (run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers):
-        raise ValueError(f"QK-clip must not be combined with `trainable: {trainable}`: it scales the frozen weights")
+        raise ValueError(f"QK-clip must not be combined with `trainable: {trainable}`: it scales frozen weights")
     is_sharded = training_args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     for name, is_set in (("teacher", teacher), ("trainable: lora", trainable == "lora")):
         if is_set and is_sharded:
@@ -435,7 +435,7 @@ def _check_trackers(args: TrainingArguments):
         if name not in installed:
             raise ValueError(
                 f"`report_to` must name trackers that are installed ({', '.join(installed) or 'none is'}); got "
-                f"{name!r}{suggest(name, installed) or f', which `pip install {name}` may bring'}"
+                f"{name!r}{suggest(name, installed) or f', which `pip install {name}` may provide'}"
             )
 
 
@@ -447,7 +447,7 @@ def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments,
     if "adagc" in run_args.stabilizers and (has_deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
         raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
     if clips and config.qk_norm:
-        raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their scale")
+        raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their weights' scale")
 
 
 def _check_averaging(arguments: Arguments):
@@ -464,7 +464,7 @@ def _check_averaging(arguments: Arguments):
 
 
 def check_license(license: str):
-    """Raises `ValueError` for a licence that the Hub has no identifier for, with the nearest one."""
+    """Raises `ValueError` if the Hub has no identifier for a licence; the message suggests the nearest one."""
     if license not in LICENSES:
         raise ValueError(
             "`license` must be an identifier from https://huggingface.co/docs/hub/repositories-licenses, such as "
@@ -474,22 +474,22 @@ def check_license(license: str):
 
 def make_folder(arguments: Arguments):
     """
-    Makes the output folder.
+    Creates the output folder.
 
     Raises:
-        ValueError: A folder with something in it (unless the run resumes), that cannot be written, or on a disk
-            without room for the checkpoints.
+        ValueError: If the folder is not empty (unless the run resumes), cannot be written to, or is on a disk without
+            room for the checkpoints.
     """
     training_args = arguments.training
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` must be a folder; got {str(folder)!r}, which is a file")
     if folder.exists() and any(folder.iterdir()) and not training_args.resume_from_checkpoint:
-        remedy = "It has no checkpoint to go on with: choose another folder, or delete this one"
+        remedy = "It has no checkpoint to resume from: choose another folder, or delete this one"
         if _complete_checkpoints(folder):
-            remedy = f"To go on with the run in it: --resume_from_checkpoint {folder}"
+            remedy = f"To resume the run in it: --resume_from_checkpoint {folder}"
         raise ValueError(
-            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which has content. {remedy}"
+            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which is not empty. {remedy}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -497,7 +497,7 @@ def make_folder(arguments: Arguments):
         test_file.touch()
         test_file.unlink()
     except OSError as error:
-        raise ValueError(f"`output_dir` must be a folder that can be written; got {str(folder)!r}: {error}") from error
+        raise ValueError(f"`output_dir` must be a writable folder; got {str(folder)!r}: {error}") from error
     needed, free = _bytes_to_write(arguments), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
@@ -507,15 +507,15 @@ def make_folder(arguments: Arguments):
 
 
 def _bytes_to_write(arguments: Arguments) -> int:
-    """How much the run may still write: final weights, and checkpoints, of which one more than is kept may exist."""
+    """Returns the bytes that the run may still write: final weights, and one checkpoint more than it keeps."""
     args, folder = arguments.training, Path(arguments.training.output_dir)
     weights = 4 * arguments.build_config().num_parameters()
-    size = weights if args.save_only_model else 3 * weights  # with two moments of Adam
+    size = weights if args.save_only_model else 3 * weights  # with Adam's two moments
     averaged = 0  # the averaged model at the end
     if averaging := arguments.run.averaging:
         averaged = weights
         size += AVERAGES[averaging["kind"]].copies * weights
-    # A new checkpoint is written before an old one is deleted; those of the run so far already have their room.
+    # A new checkpoint is written before an old one is deleted. Existing checkpoints already take up their space.
     checkpoints = 0
     if args.save_strategy != "no":
         checkpoints = max((args.save_total_limit or 1) + 1 - len(list(folder.glob("checkpoint-*"))), 1)
@@ -524,8 +524,8 @@ def _bytes_to_write(arguments: Arguments) -> int:
 
 def looks_like_a_path(name: str) -> bool:
     """
-    Whether `name` can only mean a file or a folder. Where there is none, the Hub need not be asked, which takes half a
-    minute without a network: a name there is `NAME` or `USER/NAME`.
+    Returns whether `name` can only mean a file or a folder, because a name on the Hub is `NAME` or `USER/NAME`. If it
+    does not exist, there is no need to ask the Hub, which takes half a minute without a network.
     """
     path = Path(name)
     return (
@@ -537,7 +537,7 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def free_folder(folder: Path) -> Path:
-    """`folder`, or the first of `folder-2`, `folder-3`, ... that does not exist or is empty."""
+    """Returns the first of `folder`, `folder-2`, `folder-3`, ... that does not exist or is empty."""
     candidate, number = folder, 1
     while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
         number += 1
@@ -547,18 +547,18 @@ def free_folder(folder: Path) -> Path:
 
 def find_checkpoint(folder: str | Path) -> Path:
     """
-    `folder` if it is a checkpoint of a `Trainer`, or the last complete one in it.
+    Returns `folder` if it is a checkpoint of a `Trainer`, or else the last complete checkpoint in it.
 
     Raises:
-        ValueError: No such folder, or no complete checkpoint in it.
+        ValueError: If there is no such folder, or it contains no complete checkpoint.
     """
     folder = Path(folder)
     complete = _complete_checkpoints(folder)
     if not complete:
         recipe = folder / "recipe.yaml"
-        remedy = f". The run ended before its first one; start it again: lsgpt train {recipe}"
+        remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {recipe}"
         raise ValueError(
-            f"`resume_from_checkpoint` must be or hold a complete checkpoint; got {str(folder)!r}"
+            f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}"
             + (remedy if recipe.is_file() else "")
         )
     return max(complete, key=lambda path: int(path.name.partition("-")[2] or 0))
@@ -569,7 +569,7 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_complete(state_file: Path) -> bool:
-    """Whether a checkpoint's last file was written to its end; a run may be killed while it saves."""
+    """Returns whether a checkpoint's last file is complete; a run may be killed while it saves."""
     try:
         json.loads(state_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Averages of the weights over a training, beside the weights that are trained, for any `Trainer` and any model."""
+"""Averages of the weights during training, kept beside the trained weights, for any `Trainer` and any model."""
 
 import contextlib
 import functools
@@ -39,25 +39,26 @@ AVERAGES = {
     "ema-warmup": Average({"every_n_steps": 1, "decay": 0.9999}, 1),
     "bema": Average({"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0}, 3),
 }
-"""The kinds, see `AveragedWeightsCallback`; the defaults of BEMA are those of arXiv:2508.00180."""
+"""The kinds of average, see `AveragedWeightsCallback`; the defaults of BEMA are those of arXiv:2508.00180."""
 
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
-"""At least the first number and below the second. With a `rho` of 1 or more, no update of BEMA weighs over 1."""
+"""Settings must be at least the first number and below the second. A `rho` of 1 or more keeps the weight of a BEMA
+update from exceeding 1."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types of as many bytes as an element has."""
+"""Integer types by element size in bytes."""
 
 
 def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     """
-    What a recipe's `averaging` amounts to: a kind of `AVERAGES`, or a mapping of its `kind` and its settings, such as
+    Reads a recipe's `averaging`: a kind of `AVERAGES`, or a mapping with a `kind` and its settings, such as
     `{"kind": "ema", "decay": 0.9999}`. These are arguments of `AveragedWeightsCallback`.
 
     Returns:
-        The kind with all of its settings; `None` for `None`.
+        The kind with all of its settings, or `None` for `None`.
 
     Raises:
-        ValueError: An unknown kind or setting, or a value that cannot be.
+        ValueError: If a kind or a setting is unknown, or a value is invalid.
     """
     if value is None:
         return None
@@ -70,7 +71,7 @@ def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     kind = value["kind"]
     if kind not in AVERAGES:
         known = ", ".join(AVERAGES)
-        raise ValueError(f"`kind` of average must be one of {known}; got {kind!r}{suggest(str(kind), AVERAGES)}")
+        raise ValueError(f"the `kind` of average must be one of {known}; got {kind!r}{suggest(str(kind), AVERAGES)}")
     settings = dict(AVERAGES[kind].defaults)
     for name, setting in value.items():
         if name == "kind":
@@ -99,41 +100,41 @@ def _read_setting(name: str, value: Any) -> float:
 
 class AveragedWeightsCallback(TrainerCallback):
     """
-    Keeps an average of the weights over the training, and leaves the training itself as it is, to the bit.
+    Keeps an average of the weights during training. The training itself stays bitwise the same.
 
     At the end of the training, the averaged model is saved in the folder `averaged` of the `output_dir`, from which
-    `from_pretrained` loads it. Every checkpoint holds the average, and a training that resumes goes on with it.
+    `from_pretrained` can load it. Every checkpoint contains the average, and a resumed training continues it.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.999)])
     ```
 
-    A callback does not know its `Trainer`, which it needs for evaluations. To evaluate the average as well, whenever
-    the Trainer evaluates, attach it. The metrics are then named `eval_loss` and `eval_averaged_loss`, and so on:
+    A callback has no access to its `Trainer`, which it needs for evaluation. To evaluate the average as well, whenever
+    the Trainer evaluates, attach the callback. The metrics are then `eval_loss` and `eval_averaged_loss`, and so on:
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, eval_dataset=held_out)
     >>> AveragedWeightsCallback("ema", decay=0.999).attach(trainer)
     ```
 
-    With the weights `w_t` of step `t`, an update is
+    With the weights `w_t` of step `t`, the updates are:
 
     - `ema`: `average = decay * average + (1 - decay) * w_t`;
     - `ema-warmup`: the same with `min(decay, (1 + n) / (10 + n))` in the n-th update;
     - `bema`: `ema = (1 - b) * ema + b * w_t` and `average = ema + a * (w_t - w_0)`, where
       `a = (rho + gamma * t) ** -eta` and `b = (rho + gamma * t) ** -kappa`.
 
-    The average begins with the weights `w_0` at the start of `Trainer.train`. Each call of `train` begins a new one,
+    The average starts from the weights `w_0` at the start of `Trainer.train`. Each call of `train` starts a new one,
     unless it resumes from a checkpoint.
 
-    Averages are in float32, whatever the type of the weights, and on their device: 4 bytes for each trained parameter,
-    of BEMA 12. The averaged model is of the weights' type. Frozen parameters and buffers are those of the model at the
-    time, and so is the part of a LoRA model that is not trained. With FSDP2 every process averages its own shards, and
-    saves them in every checkpoint; such a training resumes with as many processes only. DeepSpeed's ZeRO-3 and FSDP1
-    are refused.
+    Averages are kept in float32, whatever the dtype of the weights, on the device of the weights. They take 4 bytes
+    per trained parameter, or 12 for BEMA. The averaged model has the dtype of the weights. Its buffers and frozen
+    parameters, including the frozen part of a LoRA model, are those that the model has at that time. With FSDP2, every
+    process averages its own shards and saves them in every checkpoint; such a training can only resume with the same
+    number of processes. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
 
     Attributes:
-        averages: The average of every trained parameter by its name; with FSDP2 of this process's shards. Empty before
+        averages: The average of every trained parameter, by name; with FSDP2, of this process's shards. Empty before
             the first training.
     """
 
@@ -153,18 +154,19 @@ class AveragedWeightsCallback(TrainerCallback):
         """
         Args:
             kind: `ema`, `ema-warmup` or `bema`.
-            every_n_steps: Updates the average at optimizer steps that are multiples of this: 1, of BEMA 400.
-            decay: Of `ema` (0.999) and `ema-warmup` (0.9999): at least 0 and below 1.
-            kappa: Of `bema` (0.5): the exponent of the weight of an update.
-            eta: Of `bema` (0.2): the exponent of the correction.
-            rho: Of `bema` (10): the age at the start, at least 1.
-            gamma: Of `bema` (1): how much older a step makes.
+            every_n_steps: Updates the average at optimizer steps that are multiples of this number; by default 1, or
+                400 for `bema`.
+            decay: For `ema` (default 0.999) and `ema-warmup` (default 0.9999), at least 0 and below 1.
+            kappa: For `bema` (default 0.5), the exponent of the weight of an update.
+            eta: For `bema` (default 0.2), the exponent of the correction.
+            rho: For `bema` (default 10), the age at the start, at least 1.
+            gamma: For `bema` (default 1), how much each step adds to the age.
             evaluate: What an attached Trainer evaluates: the `raw` weights, the `averaged` ones, or `both`.
             name: The folder of the averaged model, and the part of the metrics' names that tells them apart. Two
-                callbacks for one Trainer need two names.
+                callbacks for one Trainer need different names.
 
         Raises:
-            ValueError: A value that cannot be, or a setting of another kind.
+            ValueError: If a value is invalid, or a setting belongs to another kind.
         """
         settings = {"decay": decay, "kappa": kappa, "eta": eta, "rho": rho, "gamma": gamma}
         settings["every_n_steps"] = every_n_steps
@@ -174,7 +176,7 @@ class AveragedWeightsCallback(TrainerCallback):
         if evaluate not in ("raw", "averaged", "both"):
             raise ValueError(f"`evaluate` must be one of raw, averaged, both; got {evaluate!r}")
         if not re.fullmatch(r"[\w-]+", name):
-            raise ValueError(f"`name` must be of letters, digits, _ and -, for it names a folder; got {name!r}")
+            raise ValueError(f"`name` must consist of letters, digits, _ and -, to name a folder; got {name!r}")
         self.evaluate = evaluate
         self.name = name
         self.averages: dict[str, torch.Tensor] = {}
@@ -184,21 +186,21 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer):
         """
-        Lets a Trainer evaluate the averaged weights, too, as `evaluate` says. A Trainer that does not have the
-        callback yet gets it.
+        Makes a Trainer evaluate the averaged weights as well, as `evaluate` says. Adds the callback to the Trainer if
+        it is not there yet.
 
         Args:
             trainer: Any Trainer.
 
         Raises:
-            ValueError: A Trainer with another such callback, if both have the same name, or if one of them replaces
+            ValueError: If the Trainer has another such callback, and both have the same name or one of them replaces
                 the evaluation of the raw weights.
         """
         others = [c for c in trainer.callback_handler.callbacks if isinstance(c, AveragedWeightsCallback)]
         for other in others:
             if other is not self and (other.name == self.name or "averaged" in (other.evaluate, self.evaluate)):
                 raise ValueError(
-                    "two AveragedWeightsCallbacks of one Trainer must have two names, and neither of them may have "
+                    "two AveragedWeightsCallbacks of one Trainer must have different names, and neither may have "
                     f'`evaluate="averaged"`; got the names {other.name!r} and {self.name!r}, and for `evaluate` '
                     f"{other.evaluate!r} and {self.evaluate!r}"
                 )
@@ -212,7 +214,7 @@ class AveragedWeightsCallback(TrainerCallback):
         _check_run(state, model)
         weights = _trained_weights(model)
         if not weights:
-            raise ValueError("`model` must have a parameter that is trained; got one with frozen parameters only")
+            raise ValueError("`model` must have a trainable parameter; got one with only frozen parameters")
         if state.global_step > 0:
             self._load(args, state, model)
             return
@@ -235,7 +237,7 @@ class AveragedWeightsCallback(TrainerCallback):
         metadata = {"kind": self.kind, "raw_weights": _fingerprint(self._same_weights(model))}
         unfinished = file.with_suffix(".unfinished")
         save_file(tensors, unfinished, metadata)
-        os.replace(unfinished, file)  # so that a run that is killed leaves the whole file or none
+        os.replace(unfinished, file)  # so that a run that is killed leaves a complete file or none
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         self.save_pretrained(model, Path(args.output_dir) / self.name, processing_class)
@@ -243,20 +245,20 @@ class AveragedWeightsCallback(TrainerCallback):
     @contextlib.contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """
-        Inside the `with` statement, the model has the averaged weights; then it has its own again, to the bit.
+        Inside the `with` statement, the model has the averaged weights; afterwards, it has exactly its own again.
 
         ```python
         >>> with callback.averaged_weights(trainer.model):
         ...     text = trainer.model.generate(**inputs)
         ```
 
-        Meanwhile its own are kept aside, on their device. With several processes, all must call it.
+        Meanwhile, a copy of its own weights is kept on their device. With several processes, all must call it.
 
         Args:
             model: The model of the training, `trainer.model`.
 
         Raises:
-            ValueError: There is no average yet, or it is that of another model.
+            ValueError: If there is no average yet, or it belongs to another model.
         """
         weights = self._same_weights(model)
         raw = {name: weight.clone() for name, weight in weights.items()}
@@ -268,16 +270,16 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def save_pretrained(self, model: nn.Module, folder: str | Path, processing_class: Any = None):
         """
-        Saves the averaged model as `model.save_pretrained` would; of a model without that method, the weights as
-        `model.safetensors`. With several processes, all must call it.
+        Saves the averaged model as `model.save_pretrained` would. If the model has no such method, the weights are
+        saved as `model.safetensors`. With several processes, all must call it.
 
         Args:
             model: The model of the training, `trainer.model`.
-            folder: Where to.
-            processing_class: What else to save, such as a tokenizer.
+            folder: The output folder.
+            processing_class: A tokenizer or another processing class to save as well.
 
         Raises:
-            ValueError: As `averaged_weights`.
+            ValueError: As in `averaged_weights`.
         """
         with self.averaged_weights(model):
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -293,18 +295,18 @@ class AveragedWeightsCallback(TrainerCallback):
                 processing_class.save_pretrained(folder)
 
     def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All tensors that the next update needs."""
+        """Returns all tensors that the next update needs."""
         parts = {"average": self.averages}
         return {**parts, "ema": self._emas, "start": self._starts} if self.kind == "bema" else parts
 
     def _same_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The trained weights, in the order of the averages."""
+        """Returns the trained weights, in the order of the averages."""
         if not self.averages:
-            raise ValueError("there is no average yet: it begins with `Trainer.train`")
+            raise ValueError("there is no average yet: it starts with `Trainer.train`")
         weights = _trained_weights(model)
         if different := sorted(weights.keys() ^ self.averages.keys()):
             raise ValueError(
-                "the parameters that are trained must be those at the start of the training, which are averaged; "
+                "the trainable parameters must be those that were trainable at the start of the training; "
                 f"{len(different)} are not, such as {different[0]!r}"
             )
         return {name: weights[name] for name in self.averages}
@@ -328,10 +330,10 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def _evaluation_loop(self, trainer, raw_loop, *args, **kwargs):
         """
-        What an attached Trainer calls for its `evaluation_loop`; `raw_loop` is what it called before.
+        Replaces the `evaluation_loop` of an attached Trainer; `raw_loop` is the previous one.
 
-        The raw weights are evaluated last and with the random numbers that they would have had otherwise: the training
-        goes on with those that are left, and metrics that remember something remember the raw weights.
+        The raw weights are evaluated last, with the same random numbers as without averages. The training then
+        continues from the same random state, and metrics that keep a state keep that of the raw weights.
         """
         if self.evaluate == "raw" or not self.averages or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
@@ -340,7 +342,7 @@ class AveragedWeightsCallback(TrainerCallback):
             with self.averaged_weights(trainer.model):
                 return raw_loop(*args, **named)
         with self.averaged_weights(trainer.model), _keep_random_state(trainer.args.device):
-            # The class's own: `raw_loop` may be that of another such callback.
+            # The class's own method, because `raw_loop` may belong to another such callback.
             averaged = type(trainer).evaluation_loop(trainer, *args, **named)
         output = raw_loop(*args, **kwargs)
         output.metrics.update(averaged.metrics)
@@ -353,10 +355,10 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def _load(self, args, state, model: nn.Module):
         """
-        Goes on with the averages of the checkpoint that the Trainer has loaded.
+        Loads the averages of the checkpoint that the Trainer has loaded.
 
-        A Trainer does not tell a callback which one that is. It is the one whose averages were saved beside the
-        weights that the model has now.
+        A Trainer does not tell a callback which checkpoint that is. It is the one whose averages were saved together
+        with the weights that the model has now.
         """
         file_name, weights = self._file_name(args, model), _trained_weights(model)
         folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
@@ -372,7 +374,7 @@ class AveragedWeightsCallback(TrainerCallback):
                     continue
                 if metadata["kind"] != self.kind:
                     raise ValueError(
-                        f"`kind` of average must be {metadata['kind']}, that of the checkpoint {folder}, to resume "
+                        f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {folder}, to resume "
                         f"from it; got {self.kind}"
                     )
                 for part, values in self._parts().items():
@@ -382,10 +384,10 @@ class AveragedWeightsCallback(TrainerCallback):
             return
         places = " and ".join(str(folder / file_name) for folder in dict.fromkeys(folders))
         raise ValueError(
-            "a training that resumes from a checkpoint must go on with its averages; there are none for these weights "
+            "a training that resumes from a checkpoint must continue its averages; there are none for these weights "
             f"of step {state.global_step}: looked for {places}. If the checkpoint is in another folder, set "
             "`resume_from_checkpoint` of the TrainingArguments to it. If it has no averages, because they were not "
-            "switched on or the run was killed while it saved them, resume from an earlier one, or train without "
+            "enabled or the run was killed while saving them, resume from an earlier checkpoint, or train without "
             "averages"
         )
 
@@ -406,10 +408,10 @@ def _check_run(state, model: nn.Module):
 
 
 def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every trained parameter once, by its name; with FSDP2 the part of it that this process holds."""
+    """Returns every trained parameter once, by name; with FSDP2, the part of it that this process holds."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # An evaluation leaves the last layers whole, and the next step would not gather them again.
+            # An evaluation leaves the last layers unsharded, and the next step would not gather them again.
             module.reshard()
     return {
         name.replace("_orig_mod.", ""): _local(parameter.detach())  # without the prefix of torch.compile
@@ -427,16 +429,16 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies in place, so that nothing that refers to the weights notices: an optimizer, DDP, a compiled model."""
+    """Copies in place, so that references to the weights stay valid: in an optimizer, DDP or a compiled model."""
     for name, tensor in target.items():
         tensor.copy_(source[name])
 
 
 def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
     """
-    The same for the same names and the same bits only, as good as.
+    Returns a string that is, for all practical purposes, equal only for equal names and bitwise equal weights.
 
-    Sums of bits as integers, which do not depend on the order, as those of numbers do.
+    It sums the bits as integers, because integer sums, unlike floating-point sums, do not depend on the order.
     """
     sums = [
         (name, weight.contiguous().view(_INTEGERS[weight.element_size()]).sum(dtype=torch.int64).item())
@@ -447,7 +449,7 @@ def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
 @contextlib.contextmanager
 def _keep_random_state(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of random numbers as they were: those of Python, NumPy and PyTorch."""
+    """Restores the states of the random number generators of Python, NumPy and PyTorch afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):

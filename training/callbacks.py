@@ -18,8 +18,8 @@ logger = logging.get_logger(__name__)
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line; numbers
-    that JSON does not have (NaN, infinities) are `null`. A run that resumes first drops the lines after its step.
+    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. Numbers
+    that JSON cannot represent (NaN, infinities) become `null`. A resumed run first drops the lines after its step.
 
     ```python
     >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
@@ -48,7 +48,7 @@ class MetricsFileCallback(TrainerCallback):
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The log events in a file of `MetricsFileCallback`; a last line that was cut off by a crash is left out."""
+    """Reads the log events from a file of `MetricsFileCallback`; skips a last line that was cut off by a crash."""
     logs = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -59,7 +59,7 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 class StopAtStepCallback(TrainerCallback):
-    """Ends the training after a number of optimizer steps, while the learning-rate schedule reaches to `max_steps`."""
+    """Ends the training after a number of optimizer steps; the learning-rate schedule still extends to `max_steps`."""
 
     def __init__(self, step: int):
         """Ends after optimizer step `step`, counted from 1."""
@@ -72,10 +72,10 @@ class StopAtStepCallback(TrainerCallback):
 
 class SaveOnSignalCallback(TrainerCallback):
     """
-    On SIGTERM, a cluster's notice that the job will end: finishes the step, saves a checkpoint, ends the training.
+    On SIGTERM, a cluster's notice that the job will end, finishes the step, saves a checkpoint and ends the training.
 
-    Unlike `TrainingArguments.enable_jit_checkpoint`, which waits for 3 seconds and lets every process decide for
-    itself, it acts at once and the processes agree on the step, so that sharded checkpoints are whole.
+    `TrainingArguments.enable_jit_checkpoint` waits for 3 seconds and lets every process decide for itself. This
+    callback acts immediately, and the processes agree on the step, so that sharded checkpoints are complete.
     """
 
     def __init__(self):
@@ -95,7 +95,7 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = any_process(self._is_pending, args.device)
         if self.was_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
-            # Logged, because a checkpoint does not hold the losses since the last log.
+            # Log as well, because a checkpoint does not contain the losses since the last log.
             control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
@@ -103,7 +103,7 @@ class SaveOnSignalCallback(TrainerCallback):
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times the optimizer steps, without evaluating, logging and saving."""
+    """Times the optimizer steps, excluding evaluation, logging and saving."""
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -112,7 +112,7 @@ class StepTimerCallback(TrainerCallback):
 
     @property
     def median(self) -> float:
-        """Median seconds per step; the first three, which warm up, count only when there are no others."""
+        """Median seconds per step; the first three (warm-up) count only if there are no others."""
         return statistics.median(self.seconds[3:] or self.seconds or [math.nan])
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -137,10 +137,10 @@ class StopOnBadLossCallback(TrainerCallback):
     """
     Ends the training when a loss is NaN or infinite, before the optimizer takes the step.
 
-    The weights stay those of the last good step, and a checkpoint of them is saved. The message names the step and the
-    first layer with a NaN or an infinity in its output. The loss watched is the one that the model returns for its
-    labels; a `Trainer` that computes another one outside the model is left alone. The bad loss is logged as it is:
-    during the training `logging_nan_inf_filter`, which would log 0 or the mean of the steps before, is off.
+    The weights stay those of the last good step, and are saved in a checkpoint. The error message names the step and
+    the first layer with a NaN or an infinity in its output. The callback watches the loss that the model returns for
+    its labels, and ignores a loss that a `Trainer` computes outside the model. The bad loss is logged as it is: during
+    the training, `logging_nan_inf_filter`, which would log 0 or the mean of the previous steps instead, is off.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
@@ -149,7 +149,7 @@ class StopOnBadLossCallback(TrainerCallback):
 
     def __init__(self):
         self.bad_step: int | None = None
-        """The step that was not taken, where there was one."""
+        """The step that was not taken because of a bad loss, if any."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
         self._hook = None
         self._filters = True
@@ -171,10 +171,10 @@ class StopOnBadLossCallback(TrainerCallback):
             return
         self.bad_step = state.global_step + 1
         for parameter in model.parameters():
-            parameter.grad = None  # optimizers pass over parameters without a gradient
+            parameter.grad = None  # optimizers skip parameters without a gradient
         control.should_save = control.should_training_stop = True
         bad_batch = next((inputs for inputs, loss in self._batches if not loss.isfinite()), None)
-        # Processes whose batches are good run one too: a sharded model (FSDP2) gathers its weights from all of them.
+        # Processes with good batches run one as well: a sharded model (FSDP2) gathers its weights from all of them.
         where = _first_bad_layer(model, self._batches[-1][0] if bad_batch is None else bad_batch)
         if bad_batch is None:
             where = "a batch of another process"
@@ -186,21 +186,21 @@ class StopOnBadLossCallback(TrainerCallback):
     def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
         loss = getattr(output, "loss", None)
         if model.training and loss is not None:
-            # A teacher's logits are too large to keep until the step ends, and no layer looks at them.
+            # A teacher's logits are too large to keep until the step ends, and no layer uses them.
             inputs = {name: value for name, value in inputs.items() if name != "teacher_logits"}
             self._batches.append((inputs, loss.detach()))
 
 
 @torch.no_grad()
 def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
-    """Runs the batch again and names the first module, in order of execution, whose output is not finite."""
+    """Runs the batch again and returns the first module, in order of execution, whose output is not finite."""
     bad = []
 
     def check(name):
         def hook(module, args, output):
             tensors = output if isinstance(output, tuple) else (output,)
             if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
-                bad.append(name.replace("_orig_mod.", ""))  # torch.compile's
+                bad.append(name.replace("_orig_mod.", ""))  # prefix of torch.compile
 
         return hook
 

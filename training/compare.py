@@ -1,4 +1,4 @@
-"""Comparisons: every arm (a named set of recipe fields) with every seed, and one report."""
+"""Comparisons: train every arm (a named set of recipe fields) with every seed, and write one report."""
 
 import json
 import math
@@ -37,26 +37,27 @@ def compare(
     """
     Trains every arm with every seed, and writes `report.md` with a table and plots.
 
-    Each run is an `lsgpt train` in a process of its own, so that its peak memory is its own. A tokenizer to train is
-    trained once, for all of them that keep the recipe's choice and vocabulary size. Started again, a
-    comparison goes on where it was: finished runs are kept, one with a checkpoint resumes, others start anew. More
-    arms and seeds may be added.
+    Each run is an `lsgpt train` in its own process, so that its peak memory can be measured. If the recipe trains a
+    tokenizer, this is done once, and all arms that keep the recipe's algorithm and vocabulary size share it. When
+    started again, a comparison continues where it stopped: finished runs are kept, runs with a checkpoint resume,
+    and the others start over. More arms and seeds may be added.
 
     Args:
         recipe: The recipe that all arms share: a shipped name or a YAML file; `demo` by default.
-        arms: Names of arms, shipped (`configuration/arms.yaml`) or of `arms_file`.
-        num_seeds: Number of seeds; they count up from the recipe's.
-        output_dir: Where everything goes; `runs/compare-NAME` by default.
+        arms: Names of arms, shipped (`configuration/arms.yaml`) or from `arms_file`.
+        num_seeds: Number of seeds, counting up from the recipe's seed.
+        output_dir: The output folder; `runs/compare-NAME` by default.
         overrides: Command-line fields that replace the recipe's in all arms.
         arms_file: A YAML file with more arms.
-        num_processes: Number of runs at once.
+        num_processes: Number of simultaneous runs.
 
     Returns:
-        The report.
+        The path of the report.
 
     Raises:
-        ValueError: Unknown names, impossible values, or a folder with another comparison; before the first run.
-        ChildProcessError: A run failed; the message names the file with its output.
+        ValueError: If a name is unknown, a value is invalid, or the folder holds another comparison. It is raised
+            before the first run.
+        ChildProcessError: If a run fails; the message names the file with its output.
     """
     if num_seeds < 1:
         raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
@@ -80,13 +81,13 @@ def compare(
         shares_tokenizer = trained and _trained_tokenizer(arguments[arm]) == trained
         commands.append(_command(folder, arm, seed, folder / "tokenizer" if shares_tokenizer else None))
     start = time.perf_counter()
-    with closing(run_commands(commands, num_processes)) as ended:  # an error here ends the runs beside it
+    with closing(run_commands(commands, num_processes)) as ended:  # an error here also ends the other runs
         for number, (index, status) in enumerate(ended, start=1):
             arm, seed = unfinished[index]
             if status != 0 or not (folder / arm / f"seed-{seed}" / "results.json").exists():
                 raise ChildProcessError(
                     f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
-                    f"{commands[index].log}. The same command goes on with it"
+                    f"{commands[index].log}. Run the same command again to continue"
                 )
             _print_result(folder, arm, seed)
             left = (time.perf_counter() - start) / number * (len(commands) - number)
@@ -99,8 +100,8 @@ def compare(
 
 def prepare_tokenizer(base: Arguments, folder: Path) -> tuple[str, int] | None:
     """
-    Trains the tokenizer that runs share, where they train one, and saves it as `folder / "tokenizer"`, unless it is
-    there. Returns its algorithm and size.
+    Trains the tokenizer that the runs share, and saves it as `folder / "tokenizer"`, unless it is already there.
+    Returns its algorithm and size, or `None` if the recipe trains no tokenizer.
     """
     trained = _trained_tokenizer(base)
     if trained and not (folder / "tokenizer").exists():
@@ -110,7 +111,7 @@ def prepare_tokenizer(base: Arguments, folder: Path) -> tuple[str, int] | None:
 
 
 def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
-    """Algorithm and size of the tokenizer that a run trains, if it does."""
+    """Returns the algorithm and size of the tokenizer that a run trains, or `None` if it trains none."""
     if arguments.model.model_name_or_path or arguments.data.tokenizer not in ALGORITHMS:
         return None
     return arguments.data.tokenizer, arguments.build_config().vocab_size
@@ -118,19 +119,19 @@ def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
     """
-    The arguments of an arm: the arm's `config_overrides` and `stabilizers` join those of `base`, other fields replace
-    them. Raises `ValueError` for an unknown arm, and for a recipe that `parse_arguments` would not take.
+    Returns the arguments of an arm. Its `config_overrides` and `stabilizers` are added to those of `base`; its other
+    fields replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
     """
     arms = load_arms(arms_file)
     if arm not in arms:
-        raise ValueError(f"`--arms` must be of {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
+        raise ValueError(f"`--arms` must be among {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
     return join_arm(base, arm, arms[arm])
 
 
 def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ()) -> Arguments:
     """
-    The arguments of an arm that is given by its recipe fields, see `resolve_arm`; `overrides` are fields of the
-    command line, which come last.
+    Returns the arguments of an arm that is given by its recipe fields, see `resolve_arm`. `overrides` are command-line
+    fields, which take precedence.
     """
     merged = {**base, **fields, "run_name": name}
     merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
@@ -139,20 +140,20 @@ def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ())
 
 
 def _write_recipes(folder: Path, recipes: dict[str, dict]):
-    """Writes `ARM/recipe.yaml`. Raises `ValueError` where another one is already there."""
+    """Writes `ARM/recipe.yaml` for each arm. Raises `ValueError` if a different one is already there."""
     for arm, recipe in recipes.items():
         file = folder / arm / "recipe.yaml"
         text = yaml.safe_dump(recipe, sort_keys=False)
         if file.exists() and file.read_text(encoding="utf-8") != text:
             raise ValueError(
-                f"`--output_dir` must be new, or hold the same comparison; {file} has other values for this arm"
+                f"`--output_dir` must be new, or hold the same comparison; {file} has different values for this arm"
             )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
 
 def _command(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> Command:
-    """What makes a run, or makes it to its end."""
+    """Returns the command that starts a run or resumes it."""
     run_folder = folder / arm / f"seed-{seed}"
     command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
     command += ["--seed", str(seed), "--output_dir", run_folder]
@@ -163,11 +164,11 @@ def _command(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> Comma
 
 
 def checkpoint_or_empty(run_folder: Path) -> Path | None:
-    """The checkpoint with which the run in a folder goes on; where there is none, the folder is deleted."""
+    """Returns the checkpoint from which the run in a folder can resume; if there is none, deletes the folder."""
     try:
         checkpoint = find_checkpoint(run_folder)
         check_checkpoint(checkpoint)
-    except ValueError:  # nothing that could be gone on with
+    except ValueError:  # nothing to resume from
         shutil.rmtree(run_folder, ignore_errors=True)
         return None
     return checkpoint
@@ -201,7 +202,7 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
         logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
         for run, metrics in zip(results[arm], logs[arm]):
             if any("max_logit" in log and log["max_logit"] is None for log in metrics):
-                run["max_logit"] = math.inf  # JSON has no infinity; unmeasured logits are not in the log at all
+                run["max_logit"] = math.inf  # `null` stands for infinity or NaN; logs of unmeasured steps lack the key
     summary = {
         arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
         for arm, runs in results.items()
@@ -244,7 +245,7 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     report = f"""# Comparison: {base["run_name"]}
 
 {len(recipes)} arms, {len(seeds)} seeds each ({", ".join(map(str, seeds))}). Mean ± sample standard deviation over the
-seeds whose run finished; the largest logit is that of all measured steps; speed is the median over the steps.
+seeds whose run finished; the largest logit is taken over all measured steps; speed is the median over the steps.
 
 {_results_table(results)}
 
@@ -274,7 +275,7 @@ def _results_table(results: dict[str, list[dict]]) -> str:
     columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
     rows = []
     for arm, runs in results.items():
-        # A run may diverge after its last measured loss: its perplexity is not a number then.
+        # A run may diverge after its last measured loss. Its perplexity is then `null`.
         finished = [run for run in runs if run["status"] == "finished" and run["eval_perplexity"] is not None]
         rows.append(
             [

@@ -1,6 +1,6 @@
-"""Text to blocks of tokens, one function per step: load documents, get a tokenizer, tokenize, pack, collate.
+"""From text to blocks of tokens, with one function per step: load documents, get a tokenizer, tokenize, pack, collate.
 
-Documents are rows of a `datasets` data set with a column `text`, so every step also takes data from elsewhere.
+Documents are rows of a `datasets` data set with a column `text`, so every step also accepts data from elsewhere.
 """
 
 import hashlib
@@ -32,10 +32,10 @@ from .arguments import looks_like_a_path
 
 
 END_OF_TEXT = "<|endoftext|>"
-# Not the end-of-text token: a collator excludes padding from the loss, and the model has to learn where texts end.
+# Not the end-of-text token: collators exclude padding from the loss, but the model has to learn where texts end.
 PAD = "<|pad|>"
 
-# Installed packages, tests, generated tables, and what differs from one operating system or distribution to the next.
+# Installed packages, tests, generated tables, and files that differ between operating systems or distributions.
 _NOT_LIBRARY_SOURCE = {
     "__phello__",
     "dist-packages",
@@ -48,7 +48,7 @@ _NOT_LIBRARY_SOURCE = {
     "tests",
     "turtledemo",
 }
-_HELD_OUT_256THS = 13  # a twentieth
+_HELD_OUT_256THS = 13  # about a twentieth
 
 STDLIB = "stdlib"
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of `datasets`
@@ -65,24 +65,24 @@ def load_documents(
     """
     Loads the documents of a data set.
 
-    A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. Where there is none, a
-    share of the training documents is held out: every 20th for 5%; or the last 5% of the text of each document where
-    there are fewer of them.
+    A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
+    share of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20,
+    the last 5% of the text of each document.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
             document each; `.jsonl` or `.json`; `.parquet`); or the name of a data set on the Hub.
-        config_name: Name of one of the data set's configurations, where it has several.
+        config_name: Name of one of the data set's configurations, if it has several.
         text_column: Column that holds the text.
         validation_percentage: Share of the training documents to hold out, 1 to 50.
-        streaming: Reads while training instead of before, and stores nothing.
+        streaming: Whether to read the data during training instead of before, without storing it.
 
     Returns:
         The splits `train` and `validation`, with the column `text`.
 
     Raises:
-        ValueError: No such data set, no such column, one that holds something else than strings, no documents, or
-            files of several kinds.
+        ValueError: If there is no such data set or column, the column holds anything but strings, there are no
+            documents, or there are files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
         raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
@@ -100,7 +100,7 @@ def load_documents(
     options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
-    except StopIteration as error:  # of the JSON reader
+    except StopIteration as error:  # from the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
         choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub, and no file has this name"
@@ -130,8 +130,8 @@ def load_documents(
 
 def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | IterableDataset:
     """
-    Raises `ValueError`, which begins with `place`, where the column `text` holds something else than strings. A stream
-    is checked row by row when it is read.
+    Raises `ValueError`, with `place` in its message, if the column `text` holds anything but strings. A stream is
+    checked row by row when it is read.
     """
     feature = (documents.features or {}).get("text")
     if feature is not None and not (isinstance(feature, Value) and "string" in feature.dtype):
@@ -152,18 +152,21 @@ def _check_row(row: dict, place: str) -> dict:
 
 def _not_text(place: str, found: str) -> str:
     return (
-        f"`text_column` must hold one string in each row; {place} {found}. Leave such rows out, or turn them into "
-        "text first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
+        f"`text_column` must hold one string in each row; {place} {found}. Remove such rows, or convert them to text "
+        "first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
     )
 
 
 def _local_files(path: Path) -> dict:
-    """The arguments of `load_dataset` for a file or a folder, whose other files are ignored."""
+    """Returns the arguments of `load_dataset` for a file or a folder. Files with other extensions are ignored."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     builders = {_BUILDERS[file.suffix] for file in files if file.suffix in _BUILDERS}
     if len(builders) != 1:
         found = f"files of several kinds ({', '.join(sorted(builders))})" if builders else "no such file"
-        raise ValueError(f"`dataset_name` must be or hold files of one of {', '.join(_BUILDERS)}; {path} has {found}")
+        raise ValueError(
+            f"`dataset_name` must be a file, or a folder of files, of one of the types {', '.join(_BUILDERS)}; {path} "
+            f"has {found}"
+        )
     splits = {}
     for file in files:
         if file.suffix in _BUILDERS:
@@ -171,12 +174,12 @@ def _local_files(path: Path) -> dict:
             split = next((split for split, names in _SPLIT_NAMES.items() if names & words), "train")
             splits.setdefault(split, []).append(str(file))
     builder = builders.pop()
-    # A file of text is one document; `datasets` would take every line for one.
+    # A text file is one document; by default, `datasets` would make a document of every line.
     return {"path": builder, "data_files": splits, **({"sample_by": "document"} if builder == "text" else {})}
 
 
 def _hold_out(documents: Dataset | IterableDataset, percentage: int) -> tuple:
-    """Training and validation documents, see `load_documents`."""
+    """Splits documents into training and validation documents, see `load_documents`."""
     every = round(100 / percentage)
     if isinstance(documents, Dataset) and len(documents) < every:
         cuts = [len(text) - max(len(text) * percentage // 100, 1) for text in documents["text"]]
@@ -195,20 +198,20 @@ def _is_at_multiple(row: dict, index: int, of: int, wanted: bool) -> bool:
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
     """
-    The Python files of the standard library of the running interpreter: text that every machine has.
+    Loads the Python files of the running interpreter's standard library, a text that every machine has.
 
-    Order and split follow from a digest of each file's path inside `folder`. They are the same on every machine, and
-    a file keeps its side of the split from one Python version to the next.
+    Order and split depend only on a digest of each file's path inside `folder`. They are the same on every machine,
+    and a file stays in the same split from one Python version to the next.
 
     Args:
         folder: Where to look for `.py` files; the standard library's folder by default.
-        max_characters: Training files are taken until they have this many characters.
+        max_characters: Training files are added until they have this many characters.
 
     Returns:
         The splits `train` and `validation` (about a twentieth of the files) with the columns `text` and `path`.
 
     Raises:
-        ValueError: No file for one of the splits, as in a Python that was installed without its source.
+        ValueError: If there is no file for one of the splits, as in a Python that was installed without its source.
     """
     folder = Path(folder or sysconfig.get_path("stdlib"))
     files = {}
@@ -231,12 +234,14 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """
+    Loads a tokenizer, and checks that it fits the model.
+
     Args:
         name: A tokenizer's name on the Hub, or its folder.
-        vocab_size: Number of tokens that the model has.
+        vocab_size: The model's number of tokens.
 
     Raises:
-        ValueError: No such tokenizer, one with more tokens than the model, or without an end-of-text token.
+        ValueError: If there is no such tokenizer, or it has more tokens than the model or no end-of-text token.
     """
     if looks_like_a_path(name) and not Path(name).is_dir():
         raise ValueError(
@@ -257,7 +262,7 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def first_characters(texts: Iterable[str], number: int) -> Iterator[str]:
-    """Texts until they have `number` characters, the last one cut."""
+    """Yields texts until they have `number` characters in total; the last one is cut."""
     for text in texts:
         yield text[:number]
         number -= len(text)
@@ -267,19 +272,20 @@ def first_characters(texts: Iterable[str], number: int) -> Iterator[str]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe") -> PreTrainedTokenizerFast:
     """
-    Trains a tokenizer on bytes: every text has a tokenization, and decoding returns it unchanged.
+    Trains a byte-level tokenizer: it can tokenize every text, and decoding returns the text unchanged.
 
     Args:
         texts: The training text.
-        vocab_size: Number of tokens, the 256 bytes and two special tokens included.
-        algorithm: `"bpe"` (byte-pair encoding, as GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
-            arXiv:1804.10959; little text may give fewer tokens, and equal text another numbering).
+        vocab_size: Number of tokens, including the 256 bytes and two special tokens.
+        algorithm: `"bpe"` (byte-pair encoding, as in GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
+            arXiv:1804.10959). With little text, Unigram may produce fewer tokens. Trained again on the same text, it
+            may number them differently.
 
     Returns:
-        The tokenizer, with `<|endoftext|>` as beginning and end of a text, and a padding token.
+        The tokenizer, with `<|endoftext|>` as the beginning- and end-of-text token, and a padding token.
 
     Raises:
-        ValueError: A vocabulary too small for the bytes, or no such algorithm.
+        ValueError: If the vocabulary is too small for the bytes, or there is no such algorithm.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"`algorithm` must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -310,22 +316,22 @@ ALGORITHMS = {
 def tokenize(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
-    """Maps the column `text` to `input_ids`, each document closed by the end-of-text token; `num_proc` processes."""
-    # A stream's first block comes after a whole batch of documents, which may be books.
+    """Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes."""
+    # A stream yields its first block only after a whole batch of documents, which may be books.
     batch_size = 100 if isinstance(documents, Dataset) else 4
     options = {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names}
     options["fn_kwargs"] = {"tokenizer": tokenizer}
     if isinstance(documents, Dataset):
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
-            # Cached by what the tokenizer does. By default the folder that it was read from would count too.
+            # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
             content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
             options["new_fingerprint"] = Hasher.hash(content)
     return documents.map(_tokenize_batch, **options)
 
 
 def _tokenize_batch(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
-    # `verbose`: it would warn of texts longer than the model's positions, which the packing cuts.
+    # `verbose=False` avoids warnings about texts longer than the model's positions, which are cut by the packing.
     encoded = tokenizer(batch["text"], return_attention_mask=False, return_token_type_ids=False, verbose=False)
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
 
@@ -339,15 +345,15 @@ def pack(
     Args:
         tokens: Documents as `tokenize` returns them.
         block_size: Number of tokens in a block.
-        respect_boundaries: Whether attention and loss stay inside a document. The model is told by positions that
-            restart with each document, and with each block for a document that was cut.
+        respect_boundaries: Whether attention and loss stay inside a document. The model sees the boundaries in the
+            positions, which restart at each document, and at each block in a document that was cut.
 
     Returns:
-        Rows with `input_ids` of exactly `block_size` tokens, and `position_ids` with `respect_boundaries`. The tokens
-        after the last full block are left out. Of the same kind as `tokens`.
+        Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`. The tokens
+        after the last full block are left out. The type is that of `tokens`.
 
     Raises:
-        ValueError: Less than one block of tokens.
+        ValueError: If there is less than one block of tokens.
     """
     names = ["input_ids", "position_ids"] if respect_boundaries else ["input_ids"]
     options = {
@@ -383,14 +389,14 @@ def _generate_blocks(tokens: Iterable[dict], block_size: int, respect_boundaries
 
 def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
     """
-    The collator for rows of `pack`: stacks them and adds `labels`, `input_ids` with -100 at the first token of every
-    block and packed document, which nothing before it can predict.
+    The collator for rows of `pack`. It stacks them and adds `labels`: the `input_ids`, with -100 at the first token of
+    every block and packed document, because there is nothing before it to predict it from.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=pack(tokens, 512), data_collator=collate_blocks)
     ```
     """
-    # Streams come as 32-bit arrays, stored blocks as lists.
+    # Streams yield 32-bit arrays, stored blocks are lists.
     batch = {name: values.long() for name, values in default_data_collator(blocks).items()}
     labels = batch["input_ids"].clone()
     labels[:, 0] = -100

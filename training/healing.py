@@ -1,8 +1,8 @@
 """
-Healing a converted checkpoint: a teacher to learn from, and what of the model is trained.
+Healing a converted checkpoint: loads a teacher to learn from, and selects which weights to train.
 
-The loss of a step with a teacher is the Kullback-Leibler divergence of the teacher's distributions of the next token,
-see `lsgpt.modeling_lsgpt.loss_lsgpt`.
+The loss of a step with a teacher is the Kullback-Leibler divergence of the teacher's next-token distributions, see
+`lsgpt.modeling_lsgpt.loss_lsgpt`.
 """
 
 import math
@@ -31,16 +31,16 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
     """
-    A causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the precision
-    that the run computes in.
+    Loads a causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the
+    precision in which the run computes.
 
     Args:
         name: Its folder, its name on the Hub, or a GGUF file.
         args: The arguments of the run.
 
     Raises:
-        ValueError: No such model, or one whose weights are not all in its files.
-        ImportError: A GGUF file without the package `gguf`.
+        ValueError: If there is no such model, or its files lack some of its weights.
+        ImportError: If `name` is a GGUF file and the package `gguf` is not installed.
     """
     place, options = _from_pretrained_arguments(name)
     dtype = PRECISIONS.get(args.mixed_precision, torch.float32)
@@ -50,14 +50,14 @@ def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
         raise ValueError(f"cannot load `teacher` {name!r}: {error}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"`teacher` must have all of its weights in its files, the rest would be random; {name!r} lacks "
+            f"`teacher` must have all of its weights in its files, or the rest would be random; {name!r} lacks "
             f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
         )
     return teacher.requires_grad_(False).eval().to(args.device)
 
 
 def _from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
-    """The folder or the name on the Hub, and how `from_pretrained` is told of a GGUF file."""
+    """Returns the arguments of `from_pretrained`: the folder or the name on the Hub, and the GGUF file, if any."""
     path = Path(name)
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
@@ -71,21 +71,21 @@ def check_teacher(
     respect_boundaries: bool,
 ):
     """
-    Raises `ValueError` for a teacher whose distributions are not those of the student's tokens: it must have the same
-    vocabulary, as many positions as the blocks have tokens, and keep packed documents apart where the student does.
+    Raises `ValueError` if the teacher does not fit the student: it must have the same vocabulary, at least as many
+    positions as a block has tokens, and keep packed documents apart if the student does.
 
     Args:
         teacher: The teacher.
-        name: What `load_teacher` was given; the tokenizer that lies there, if there is one, is compared.
+        name: What `load_teacher` was given. If there is a tokenizer in this place, it is compared with the student's.
         tokenizer: The student's tokenizer.
-        vocab_size: Number of the student's tokens.
+        vocab_size: The student's number of tokens.
         block_size: Number of tokens in a block.
         respect_boundaries: Whether positions restart with each document.
     """
     config = teacher.config.get_text_config()
     if config.vocab_size != vocab_size:
         raise ValueError(
-            f"`teacher` must have as many tokens as the model (`vocab_size` {vocab_size}), because it tells the "
+            f"`teacher` must have as many tokens as the model (`vocab_size` {vocab_size}), because it predicts the "
             f"probability of each; {name!r} has {config.vocab_size}"
         )
     _check_tokenizer(name, tokenizer)
@@ -97,7 +97,7 @@ def check_teacher(
     if respect_boundaries and not _keeps_documents_apart(teacher, vocab_size):
         raise ValueError(
             f"`respect_boundaries` must be false with `teacher` {name!r}: that model does not keep packed documents "
-            "apart, and would tell what the student cannot know"
+            "apart, so its predictions would use text that the student cannot see"
         )
 
 
@@ -106,19 +106,20 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase):
     try:
         theirs = AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError):
-        return  # weights alone
+        return  # only weights, no tokenizer
     own, other = tokenizer.get_vocab(), theirs.get_vocab()
-    if own == other or not set(other) - set(theirs.all_special_tokens):  # made up for a folder without its files
+    # For a folder without tokenizer files, Transformers may make up a tokenizer that has only special tokens.
+    if own == other or not set(other) - set(theirs.all_special_tokens):
         return
     token = min({token for token, _ in own.items() ^ other.items()}, key=lambda token: own.get(token, math.inf))
     raise ValueError(
-        f"`teacher` must have the tokenizer of the model, because it tells the probability of each token; {token!r} "
-        f"has the id {own.get(token)} in the model's and {other.get(token)} in that of {name!r}"
+        f"`teacher` must have the tokenizer of the model, because it predicts the probability of each token; "
+        f"{token!r} has the id {own.get(token)} in the model's and {other.get(token)} in that of {name!r}"
     )
 
 
 def _keeps_documents_apart(teacher: PreTrainedModel, vocab_size: int) -> bool:
-    """Whether the second of two equal documents in a row gets the logits of the first."""
+    """Returns whether the second of two identical packed documents gets the same logits as the first."""
     document = torch.arange(8, device=teacher.device)
     inputs = {"input_ids": document.repeat(2)[None] % vocab_size, "position_ids": document.repeat(2)[None]}
     first, second = next_token_logits(teacher, inputs)[0].float().chunk(2)
@@ -127,16 +128,17 @@ def _keeps_documents_apart(teacher: PreTrainedModel, vocab_size: int) -> bool:
 
 @torch.no_grad()
 def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The teacher's logits `(B, T, V)` for the `input_ids` `(B, T)` and, where there are any, the `position_ids`."""
+    """Returns the teacher's logits `(B, T, V)` for the `input_ids` `(B, T)` and, if given, the `position_ids`."""
     inputs = {key: inputs[key] for key in ("input_ids", "position_ids") if key in inputs}
-    # With a cache, models of Transformers do not look for packed documents.
+    # With a cache, the models of Transformers do not detect packed documents.
     return teacher(**inputs, use_cache=False).logits
 
 
 @torch.no_grad()
 def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset, args: TrainingArguments) -> float:
     """
-    The perplexity of a model, over the predicted tokens of all blocks. Processes share the work, and all must call it.
+    Measures the perplexity of a model over the predicted tokens of all blocks. Processes share the work, so all of
+    them must call it.
 
     Args:
         model: A causal language model in evaluation mode.
@@ -161,19 +163,19 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
 
 def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> Any:
     """
-    Freezes what is not trained.
+    Freezes the weights that are not trained, and adds adapters for `lora`.
 
     Args:
         model: An LSGPT model.
-        trainable: `all` weights; `light`, the vectors alone, which are sinks, biases and norms; or `lora`, the vectors
+        trainable: `all` weights; `light`, only the vectors, which are sinks, biases and norms; or `lora`, the vectors
             and an adapter for every matrix of the blocks.
-        lora_rank: Rank of the adapters; their product is added with the factor 2.
+        lora_rank: Rank of the adapters; their product is scaled by 2.
 
     Returns:
-        The adapters, a `peft.LoraModel`, whose `merge_and_unload` puts them into the weights; or `None`.
+        The adapters, a `peft.LoraModel`, whose `merge_and_unload` merges them into the weights; or `None`.
 
     Raises:
-        ImportError: `lora` without the package `peft`.
+        ImportError: If `trainable` is `lora` and the package `peft` is not installed.
     """
     if trainable == "all":
         return None
@@ -183,8 +185,8 @@ def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> 
             from peft import LoraConfig, LoraModel  # noqa: PLC0415 (optional)
         except ImportError as error:
             raise ImportError("`trainable: lora` needs the package peft: pip install peft") from error
-        # Into the model itself, which stays one of Transformers: its checkpoints hold weights and adapters under their
-        # names, and a run goes on from them as from any others.
+        # The adapters are added inside the model, which stays a Transformers model. Its checkpoints contain weights
+        # and adapters under their own names, and a run can resume from them as from any other checkpoint.
         config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
         adapters = LoraModel(model, config, "default")
     else:
@@ -196,7 +198,7 @@ def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> 
 
 
 def sink_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The sinks, and the biases of the output projections beside them, which carry the values of sinks."""
+    """Returns the sinks, and the biases of the output projections in the same layers, which carry their values."""
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
     sinks = [name for name in parameters if name.endswith(".sinks")]
     names = [*sinks, *(name.removesuffix("sinks") + "o_proj.bias" for name in sinks)]

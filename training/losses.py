@@ -4,9 +4,9 @@ Losses that give wrong labels less weight than the cross-entropy does, for `Trai
 Each is a function of the cross-entropy `l = -log p` of one example, which for a language model is one token. All take
 what a `Trainer` passes: the model's outputs, the labels and, in training, the number of labels of the whole step.
 
-The Trainer then computes the loss outside the model, so that the model returns all of its logits: `LSGPTTrainer` does
-without them (`skip_logits`) for the model's own loss only. Beyond the logits and their gradient, these losses need
-memory for 1,024 tokens.
+The Trainer then computes the loss outside the model, so the model has to return all of its logits. `LSGPTTrainer` can
+avoid this (`skip_logits`) only for the model's own loss. In addition to the logits and their gradient, these losses
+need memory for 1,024 tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ from .metrics import IGNORED_LABEL
 
 
 CHUNK_SIZE = 1024
-"""Examples whose logits are held in float32 at a time."""
+"""Number of examples whose logits are held in float32 at a time."""
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -30,26 +30,26 @@ def exponentiated_loss(e: float, floor: float = 1e-4, causal: bool = True) -> Lo
     """
     The mean of `l ** e` over the examples (arXiv:1902.06127): the smaller `e`, the less a large loss counts.
 
-    The slope `e * l ** (e - 1)` has no bound as `l` goes to 0. Below `floor`, the loss is therefore the tangent to
+    The slope `e * l ** (e - 1)` is unbounded as `l` goes to 0. Below `floor`, the loss is therefore the tangent to
     `l ** e` at `floor`: value and slope are continuous, the slope is at most `e * floor ** (e - 1)`, and the loss at
-    0 is `(1 - e) * floor ** e`. Little is lost, because the gradient with respect to the logits goes to 0 with `l`
-    either way.
+    0 is `(1 - e) * floor ** e`. This changes little, because the gradient with respect to the logits goes to 0 with
+    `l` in both cases.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, compute_loss_func=exponentiated_loss(0.7))
     ```
 
     Args:
-        e: The exponent, above 0 and at most 1, which is the cross-entropy. The paper has 0.5 to 1.
+        e: The exponent, above 0 and at most 1; 1 gives the cross-entropy. The paper uses 0.5 to 1.
         floor: The loss in nats below which the tangent is used.
         causal: Whether logits `(B, T, V)` are those of a causal language model, whose labels are shifted here. For a
-            classifier of tokens this must be false; for logits `(B, C)` it makes no difference.
+            token classifier, this must be false; for logits `(B, C)`, it makes no difference.
 
     Returns:
         A function of `outputs`, `labels` and `num_items_in_batch`, see `lsgpt.training.losses`.
 
     Raises:
-        ValueError: A value that cannot be; from the function, logits and labels that do not fit each other.
+        ValueError: If an argument is invalid. The returned function raises it if logits and labels do not match.
     """
     _check("e", e, 0 < e <= 1, "above 0 and at most 1")
     _check("floor", floor, 0 < floor < math.inf, "positive and finite")
@@ -58,7 +58,7 @@ def exponentiated_loss(e: float, floor: float = 1e-4, causal: bool = True) -> Lo
     slope = e * floor ** (e - 1)
 
     def power(losses):
-        clamped = losses.clamp(min=floor)  # has no gradient below the floor, where the second term has all of it
+        clamped = losses.clamp(min=floor)  # no gradient below the floor, where it all comes from the second term
         return clamped**e + slope * (losses - clamped)
 
     return _mean_of(power, causal)
@@ -69,14 +69,15 @@ def generalized_cross_entropy(q: float = 0.7, causal: bool = True) -> LossFuncti
     The mean of `(1 - p ** q) / q` over the examples (arXiv:1805.07836), where `p` is the probability of the label.
 
     Args:
-        q: Above 0 and at most 1. Towards 0 this is the cross-entropy, at 1 it is `1 - p`. The paper's value is 0.7.
-        causal: As for `exponentiated_loss`.
+        q: Above 0 and at most 1. Towards 0 the loss approaches the cross-entropy; at 1 it is `1 - p`. The paper uses
+            0.7.
+        causal: As in `exponentiated_loss`.
 
     Returns:
         A function of `outputs`, `labels` and `num_items_in_batch`.
 
     Raises:
-        ValueError: As `exponentiated_loss`.
+        ValueError: As in `exponentiated_loss`.
     """
     _check("q", q, 0 < q <= 1, "above 0 and at most 1")
     return _mean_of(lambda losses: -torch.expm1(-q * losses) / q, causal)
@@ -84,22 +85,21 @@ def generalized_cross_entropy(q: float = 0.7, causal: bool = True) -> LossFuncti
 
 def symmetric_cross_entropy(alpha: float, beta: float, log_zero: float = -4.0, causal: bool = True) -> LossFunction:
     """
-    The mean of `alpha * l + beta * r` over the examples (arXiv:1908.06112), where `r` is the reverse cross-entropy:
-    with labels and predictions in each other's place, and a number in place of the logarithm of 0, it is
+    The mean of `alpha * l + beta * r` over the examples (arXiv:1908.06112), where `r` is the reverse cross-entropy, in
+    which labels and predictions are exchanged. With a finite number in place of the logarithm of 0, it is
     `-log_zero * (1 - p)`.
 
     Args:
         alpha: Weight of the cross-entropy, at least 0.
         beta: Weight of the reverse cross-entropy, at least 0. One of the two must be positive.
-        log_zero: What stands for the logarithm of 0, below 0: the paper's A. It counts only through its product with
-            `beta`.
-        causal: As for `exponentiated_loss`.
+        log_zero: Replaces the logarithm of 0, must be below 0; the paper's A. Only its product with `beta` matters.
+        causal: As in `exponentiated_loss`.
 
     Returns:
         A function of `outputs`, `labels` and `num_items_in_batch`.
 
     Raises:
-        ValueError: As `exponentiated_loss`.
+        ValueError: As in `exponentiated_loss`.
     """
     _check("alpha", alpha, 0 <= alpha < math.inf, "at least 0 and finite")
     _check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
@@ -115,7 +115,7 @@ def _check(name: str, value: float, is_right: bool, rule: str):
 
 
 def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) -> LossFunction:
-    """The mean of `transform`, which gets a vector of cross-entropies, over all examples that have a label."""
+    """Returns the loss that averages `transform` of the cross-entropies, a vector, over all examples with a label."""
 
     def sum_of(logits, labels):
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -127,11 +127,11 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
     ) -> torch.Tensor:
         """
         Args:
-            outputs: A model's output, a dictionary with `logits` or a tuple that begins with them: `(B, T, V)` of a
-                language model or a classifier of tokens, `(B, C)` of a classifier.
-            labels: `(B, T)`, those of a language model unshifted, or `(B,)`; -100 where there is nothing to learn.
-            num_items_in_batch: What the sum is divided by: the labels of all micro-batches of a step. By default the
-                number of labels here that count.
+            outputs: A model's output, a dictionary with `logits` or a tuple that begins with them: `(B, T, V)` for a
+                language model or a token classifier, `(B, C)` for a classifier.
+            labels: `(B, T)`, not shifted for a language model, or `(B,)`; -100 where there is nothing to learn.
+            num_items_in_batch: The divisor of the sum: the number of labels in all micro-batches of a step. By
+                default, the number of `labels` that are not ignored.
 
         Returns:
             The loss, a scalar; 0 where no label counts.
@@ -143,7 +143,7 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         labels = labels.flatten().to(logits.device)
         total = torch.zeros((), device=logits.device)
         for chunk in zip(logits.flatten(0, -2).split(CHUNK_SIZE), labels.split(CHUNK_SIZE)):
-            # Computed again in the backward pass: what cross-entropy keeps for it is as large as the logits.
+            # Recomputed in the backward pass, because what cross-entropy saves for it is as large as the logits.
             total = total + checkpoint(sum_of, *chunk, use_reentrant=False, preserve_rng_state=False)
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)
@@ -161,6 +161,6 @@ def _check_labels(logits: torch.Tensor, labels: torch.Tensor | None):
         raise ValueError(f"`labels` must be whole numbers, one class for each example; got {labels.dtype}")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"`logits` must have the shape of `labels` and a dimension more; got {tuple(logits.shape)} and "
+            f"`logits` must have the shape of `labels` and one more dimension; got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )

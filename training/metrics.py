@@ -1,8 +1,8 @@
-"""Perplexity, bits per byte and loss by position, over tokens and not over batches.
+"""Perplexity, bits per byte and loss by position, averaged over tokens and not over batches.
 
-Each is an `evaluate.Metric` that needs no network. All take rows, of equal length or not, as `predictions` and
-`references`: the loss of each token as from `token_losses`, and the labels. The labels are those of the causal model:
-unshifted, and ignored where they are -100. A row's first token is never predicted.
+Each is an `evaluate.Metric` that needs no network. All of them take rows, whose lengths may differ, as `predictions`
+(the loss of each token, as returned by `token_losses`) and `references` (the labels). The labels are those of the
+causal model: not shifted, and ignored where they are -100. The first token of a row is never predicted.
 """
 
 import json
@@ -25,24 +25,24 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 @torch.no_grad()
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
     """
-    The loss of each token, for `Trainer(preprocess_logits_for_metrics=token_losses)`: a Trainer that keeps these
-    instead of the logits needs the vocabulary's size times less memory.
+    Returns the loss of each token, for `Trainer(preprocess_logits_for_metrics=token_losses)`. A Trainer that keeps
+    these losses instead of the logits needs less memory for them by a factor of the vocabulary size.
 
     Args:
         logits: `(B, T, V)`, or a tuple that begins with them.
-        labels: `(B, T)`, unshifted; -100 where there is nothing to predict.
+        labels: `(B, T)`, not shifted; -100 where there is nothing to predict.
 
     Returns:
         `(B, T)` in float32: at `[b, t]` the cross-entropy in nats of `labels[b, t]` under `logits[b, t - 1]`, and zero
-        for ignored labels and for the first column. As wide as the labels, so that a Trainer pads both alike.
+        for ignored labels and in the first column. The width is that of the labels, so that a Trainer pads both alike.
 
     Raises:
-        ValueError: Logits and labels of different shapes.
+        ValueError: If the shapes of logits and labels do not match.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"`logits` must have the shape of `labels` and a dimension more; got {tuple(logits.shape)} and "
+            f"`logits` must have the shape of `labels` and one more dimension; got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
     losses = torch.zeros(labels.shape, device=logits.device)
@@ -55,11 +55,11 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
 
 
 class _TokenMetric(evaluate.Metric):
-    """What the metrics share: rows of losses and rows of labels come in."""
+    """Base class of the metrics, which take rows of losses and rows of labels."""
 
     def __init__(self, num_process: int = 1, **kwargs):
-        # `compute` reads all rows into memory anyway. A file of them is of use only to several processes with parts of
-        # the rows; with one process, it would stay behind, locked, after each error.
+        # `compute` reads all rows into memory anyway. A file is only needed if several processes hold parts of the
+        # rows; with one process, it would stay behind, locked, after each error.
         super().__init__(num_process=num_process, **{"keep_in_memory": num_process == 1, **kwargs})
 
     def _finalize(self):
@@ -77,7 +77,7 @@ class _TokenMetric(evaluate.Metric):
 
 
 def _predicted_tokens(predictions: list[list[float]], references: list[list[int]]) -> tuple[np.ndarray, ...]:
-    """The losses (float64), labels and positions in the row of all predicted tokens."""
+    """Returns the losses (float64), the labels and the positions in their rows of all predicted tokens."""
     lengths = [len(row) for row in references]
     for row, (values, length) in enumerate(zip(predictions, lengths)):
         if len(values) != length:
@@ -99,7 +99,7 @@ def _predicted_tokens(predictions: list[list[float]], references: list[list[int]
 
 class Perplexity(_TokenMetric):
     """
-    Perplexity, with the same weight for every predicted token, whatever its row and batch.
+    Perplexity, with the same weight for every predicted token, regardless of its row and batch.
 
     ```python
     >>> Perplexity().compute(predictions=token_losses(logits, labels), references=labels)
@@ -107,14 +107,14 @@ class Perplexity(_TokenMetric):
     ```
 
     Args:
-        predictions: Rows of losses in nats, as from `token_losses`.
+        predictions: Rows of losses in nats, as returned by `token_losses`.
         references: Rows of labels.
 
     Returns:
-        `loss`, the mean in nats per predicted token, and `perplexity`, its exponential, infinite where that overflows.
+        `loss`, the mean in nats per predicted token, and `perplexity`, its exponential (infinity if that overflows).
 
     Raises:
-        ValueError: Losses and labels of different shapes, or no predicted token.
+        ValueError: If losses and labels differ in shape, or no token is predicted.
     """
 
     def _compute(self, predictions, references):
@@ -125,8 +125,8 @@ class Perplexity(_TokenMetric):
 
 class BitsPerByte(_TokenMetric):
     """
-    Bits per byte of text, which compares models with different tokenizers: all bits over all bytes of the predicted
-    tokens. Special tokens have a loss but no bytes.
+    Bits per byte of text, for comparing models with different tokenizers: the total number of bits divided by the
+    total number of bytes of the predicted tokens. Special tokens have a loss but no bytes.
 
     ```python
     >>> BitsPerByte(count_bytes(tokenizer)).compute(predictions=token_losses(logits, labels), references=labels)
@@ -134,15 +134,15 @@ class BitsPerByte(_TokenMetric):
     ```
 
     Args:
-        predictions: Rows of losses in nats, as from `token_losses`.
+        predictions: Rows of losses in nats, as returned by `token_losses`.
         references: Rows of labels.
 
     Returns:
         `bits_per_byte`.
 
     Raises:
-        ValueError: Losses and labels of different shapes, no predicted token, a label without an entry in
-            `bytes_per_token`, or no byte in any of the predicted tokens.
+        ValueError: If losses and labels differ in shape, no token is predicted, a label has no entry in
+            `bytes_per_token`, or none of the predicted tokens has a byte.
     """
 
     def __init__(self, bytes_per_token, **kwargs):
@@ -170,7 +170,7 @@ class BitsPerByte(_TokenMetric):
 
 class LossByPosition(_TokenMetric):
     """
-    The mean loss at each position of a block: how much a longer context helps.
+    The mean loss at each position of a block, which shows how much a longer context helps.
 
     ```python
     >>> LossByPosition().compute(predictions=token_losses(logits, labels), references=labels)
@@ -178,15 +178,15 @@ class LossByPosition(_TokenMetric):
     ```
 
     Args:
-        predictions: Rows of losses in nats, as from `token_losses`.
+        predictions: Rows of losses in nats, as returned by `token_losses`.
         references: Rows of labels.
 
     Returns:
         `loss_by_position`: a list of T - 1 means in nats for rows of up to T tokens. Entry `i` is for the tokens with
-        a context of `i + 1` tokens, and NaN where nothing was predicted.
+        a context of `i + 1` tokens; it is NaN if none of them is predicted.
 
     Raises:
-        ValueError: Losses and labels of different shapes, or no predicted token.
+        ValueError: If losses and labels differ in shape, or no token is predicted.
     """
 
     def _compute(self, predictions, references):
@@ -200,11 +200,11 @@ class LossByPosition(_TokenMetric):
 
 def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """
-    The number of bytes that each token stands for in decoded text, as `BitsPerByte` takes them.
+    Returns the number of bytes that each token stands for in decoded text, as `BitsPerByte` takes them.
 
-    Over the tokens of a text they add up to its UTF-8 bytes if the tokenizer is lossless. A space that the tokenizer
-    itself puts before a text (`prepend_scheme`, `add_prefix_space`) counts as one byte, because its token is that of
-    a space in the text.
+    If the tokenizer is lossless, the numbers for the tokens of a text add up to its length in UTF-8 bytes. A space
+    that the tokenizer itself puts before a text (`prepend_scheme`, `add_prefix_space`) counts as one byte, because its
+    token is the same as for a space in the text.
 
     Args:
         tokenizer: A fast tokenizer with a byte-level (GPT-2) or a metaspace (SentencePiece) decoder.
@@ -213,7 +213,7 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         `(len(tokenizer),)` in int64; zero for special tokens.
 
     Raises:
-        ValueError: A tokenizer of another kind: its tokens do not say what text they become.
+        ValueError: If the tokenizer is of another kind, because its tokens do not show the text they stand for.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = str(json.loads(backend.to_str())["decoder"] if backend else None)
@@ -225,7 +225,7 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         )
     vocab = tokenizer.get_vocab()
     added_tokens = tokenizer.added_tokens_decoder
-    counts = torch.zeros(max(vocab.values()) + 1, dtype=torch.int64)  # longer than the vocabulary if ids are left out
+    counts = torch.zeros(max(vocab.values()) + 1, dtype=torch.int64)  # longer than the vocabulary if ids have gaps
     for token, token_id in vocab.items():
         if token_id in added_tokens and added_tokens[token_id].special:
             continue
@@ -243,7 +243,7 @@ class LanguageModelingMetrics:
     """
     Perplexity and bits per byte for a `Trainer`, which logs them as `eval_perplexity` and `eval_bits_per_byte`.
 
-    Unlike `eval_loss`, a mean over batches, they weight every token equally, also over several processes.
+    Unlike `eval_loss`, which is a mean over batches, they weight every token equally, even across processes.
 
     ```python
     >>> metrics = LanguageModelingMetrics(tokenizer)
@@ -255,7 +255,7 @@ class LanguageModelingMetrics:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        """Counts the bytes of the tokens, see `count_bytes`, and raises `ValueError` as it does."""
+        """Counts the bytes of the tokens with `count_bytes`, and raises `ValueError` under the same conditions."""
         self.bytes_per_token = count_bytes(tokenizer)
         self.loss_by_position: np.ndarray | None = None
 
@@ -268,7 +268,7 @@ class LanguageModelingMetrics:
             `perplexity` and `bits_per_byte`.
 
         Raises:
-            ValueError: Predictions that are no token losses, and as `Perplexity` and `BitsPerByte` do.
+            ValueError: If the predictions are not token losses, or as in `Perplexity` and `BitsPerByte`.
         """
         losses, labels = eval_prediction.predictions, eval_prediction.label_ids
         if np.shape(losses) != np.shape(labels):

@@ -27,19 +27,20 @@ def plot_curves(
     log_base: int = 2,
 ):
     """
-    Draws curves into one pair of axes. Points that have no place in it (NaN, infinity, and on a logarithmic axis what
-    is not positive) are crosses at its upper edge.
+    Draws curves in one plot. Points that cannot be drawn (NaN, infinity, and values that are not positive on a
+    logarithmic y-axis) are marked with crosses at the upper edge.
 
     Args:
         path: The PNG file to write.
-        curves: For each label a list of curves of points `(x, y)`. They share a colour and an entry of the legend, as
-            the seeds of an experiment do.
+        curves: For each label, a list of curves, which are lists of points `(x, y)`. The curves of a label, such as
+            the seeds of an experiment, share a colour and a legend entry.
         xlabel, ylabel: What the axes show, with units.
-        log_x, log_y: Logarithmic axes. That of `x` has its ticks at powers of `log_base`; else `x` counts something.
+        log_x, log_y: Whether the axes are logarithmic. The ticks of a logarithmic x-axis are powers of `log_base`,
+            those of a linear one are integers.
         threshold: Height of a dashed line.
-        log_base: 2 or 10.
+        log_base: Base of a logarithmic x-axis, 2 or 10.
     """
-    # A Figure of its own, without pyplot: no window, and the backend of the caller's plots stays as it is.
+    # A Figure without pyplot opens no window and does not change the caller's backend.
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     heights, missing = [threshold] if threshold is not None else [], False
@@ -78,7 +79,7 @@ _NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
 def _set_log_ticks(axis: Axis, values: Sequence[float]):
-    """About five numbers in plain writing on a logarithmic axis, however little or much of it `values` cover."""
+    """Labels a logarithmic axis with about five plain numbers, however wide or narrow the range of `values` is."""
     ratio = max(values) / min(values)
     steps = (1, 2, 5) if ratio < 1e3 else (1,)
     axis.set_major_locator(MaxNLocator(6) if ratio < 10 else LogLocator(subs=steps, numticks=10))
@@ -87,13 +88,13 @@ def _set_log_ticks(axis: Axis, values: Sequence[float]):
 
 
 CONTEXT_LABEL = "tokens of context (means over 1, 2 to 3, 4 to 7, 8 to 15, ...)"
-"""What the bins of `average_in_bins` are, for the axis of a plot."""
+"""Axis label that describes the bins of `average_in_bins`."""
 
 
 def average_in_bins(loss_by_position: Sequence[float]) -> list[tuple[float, float]]:
     """
-    Means over positions 1, 2 to 3, 4 to 7, ... as `(context length in tokens, loss)`: a single position has the loss
-    of few tokens, and its noise would hide what more context does. NaNs are left out.
+    Returns the means over positions 1, 2 to 3, 4 to 7, ... as `(context length in tokens, loss)`. A single position
+    averages over few tokens, and its noise would hide the effect of more context. NaNs are left out.
     """
     losses = np.array(loss_by_position, dtype=float)
     edges = [*(2**i for i in range(len(losses).bit_length())), len(losses) + 1]
@@ -103,7 +104,7 @@ def average_in_bins(loss_by_position: Sequence[float]) -> list[tuple[float, floa
 
 def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig | None = None):
     """
-    Draws the largest logit of every head as a heat map, layers by heads, on a logarithmic scale. Heads whose logits
+    Draws the largest logit of every head as a heat map of layers by heads, on a logarithmic scale. Heads whose logits
     are NaN or infinite are grey.
 
     Args:

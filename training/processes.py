@@ -1,4 +1,4 @@
-"""Several runs at once, each in a process of its own with its share of the cores."""
+"""Runs several commands at once, each in its own process with its share of the cores."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command to run, and the file that its output is appended to."""
+    """A command to run, and the file to which its output is appended."""
 
     arguments: Sequence[str | Path]
     log: Path
@@ -19,17 +19,17 @@ class Command(NamedTuple):
 
 def run_commands(commands: Sequence[Command], num_processes: int = 1) -> Generator[tuple[int, int], None, None]:
     """
-    Runs commands, `num_processes` at a time, in their order. SIGTERM to this process is passed on to those that run,
-    so that they save what they have.
+    Runs commands in order, `num_processes` at a time. SIGTERM to this process is passed on to the running commands, so
+    that they can save their work.
 
     Args:
-        commands: What to run.
-        num_processes: How many run at once. Each computes with an equal share of the cores, unless the environment
-            variable `OMP_NUM_THREADS` says otherwise.
+        commands: The commands to run.
+        num_processes: How many commands run at once. Each uses an equal share of the cores, unless the environment
+            variable `OMP_NUM_THREADS` is set.
 
     Yields:
         The index of a command and its exit status, as the commands end. When the generator is closed, or an exception
-        passes through it, commands that have not begun are left out, and those that run are ended with SIGTERM.
+        passes through it, commands that have not started are skipped, and running ones are ended with SIGTERM.
     """
     environment = {**os.environ}
     if num_processes > 1:

@@ -1,14 +1,16 @@
 """
 SofT-GRPO (arXiv:2511.06411): reinforcement learning of soft thinking, on TRL's `GRPOTrainer`.
 
-While it thinks, the model does not choose one token per step. The next input is a mixture of the embeddings of the k
-most likely tokens, with weights that Gumbel noise makes random; after the end-of-thinking token, tokens are sampled
-as usual. Given the noisy log-probabilities `u` of a step, its log-probability under other weights follows from the
-density of the noise `u - log p`, and that is what GRPO needs.
+While it thinks, the model does not choose one token per step. Instead, the next input is a mixture of the embeddings
+of the k most likely tokens, whose weights are made random by Gumbel noise. After the end-of-thinking token, tokens are
+sampled as usual. Given the noisy log-probabilities `u` of a step, the density of the noise `u - log p` gives the
+log-probability of the step under other model weights, which is what GRPO needs.
 
-Here: the equations as functions of tensors, `generate_soft_thinking` for any decoder that takes `inputs_embeds`, and
-`SoftGRPOTrainer` with `SoftGRPOConfig`. Shapes: B sequences, P tokens of a prompt, C of a completion, V of the
-vocabulary, k candidates of a step, D dimensions of an embedding. Needs TRL, so `lsgpt.training` does not import it.
+This module contains the equations as functions of tensors, `generate_soft_thinking` for any decoder that takes
+`inputs_embeds`, and `SoftGRPOTrainer` with `SoftGRPOConfig`. It needs TRL, so `lsgpt.training` does not import it.
+
+Shapes: B sequences, P prompt tokens, C completion tokens, V vocabulary size, k candidates per step, D embedding
+dimensions.
 """
 
 import inspect
@@ -35,13 +37,13 @@ SMALLEST_PROBABILITY = 1e-6
 """Added to the probability of every candidate before the logarithm, as the authors' code does."""
 
 GUMBEL_BOUNDS = (-1.5, 3.0)
-"""What the noise is clamped to, when it is drawn and when it is scored."""
+"""The bounds to which the noise is clamped, both when it is drawn and when it is scored."""
 
 LOWEST_LOG_PROBABILITY = -3.0
-"""Candidates that are less likely than this do not count in the log-probability of a step."""
+"""Candidates with a log-probability below this do not count in the log-probability of a step."""
 
 STEP_FIELDS = ("candidate_ids", "noisy_log_probs", "is_soft")
-"""What scoring needs of a `SoftRollout` beside the visible tokens, in the order of `embed_steps`."""
+"""The fields of a `SoftRollout` that scoring needs besides the visible tokens, in the order of `embed_steps`."""
 
 
 # The equations
@@ -51,17 +53,17 @@ def select_candidates(
     logits: torch.Tensor, top_k: int = 5, top_p: float = 0.95, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The `top_k` most likely tokens and their probabilities, cut to the most likely ones that have `top_p` together.
+    Returns the `top_k` most likely tokens and their probabilities after nucleus filtering with `top_p`.
 
     Args:
         logits: `(..., V)`.
-        top_k: Number of candidates k, or V where that is less.
+        top_k: Number of candidates k, or V if that is smaller.
         top_p: Share of the candidates' probability to keep, in (0, 1]; the most likely one is always kept.
         temperature: Divides the logits.
 
     Returns:
         Token ids `(..., k)`, the most likely first, and their probabilities `(..., k)`, which sum to 1 and are 0 for
-        those that `top_p` cuts off.
+        the tokens that `top_p` cuts off.
     """
     values, ids = (_in_float32(logits) / temperature).topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(-1)
@@ -74,20 +76,20 @@ def add_gumbel_noise(
     probabilities: torch.Tensor, noise_factor: float = 1.0, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    The noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of the candidates, with g from the standard
-    Gumbel distribution, clamped to [-1.5, 3].
+    Returns the noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of the candidates, where g is drawn from
+    the standard Gumbel distribution and clamped to [-1.5, 3].
 
     Args:
         probabilities: `(..., k)`.
-        noise_factor: 0 for none.
-        generator: Of the device of `probabilities`; PyTorch's own by default.
+        noise_factor: Scale of the noise; 0 for no noise.
+        generator: A generator on the device of `probabilities`; PyTorch's own by default.
     """
     gumbel = -torch.empty_like(probabilities).exponential_(generator=generator).log()
     return (probabilities + SMALLEST_PROBABILITY).log() + noise_factor * gumbel.clamp(*GUMBEL_BOUNDS)
 
 
 def soft_weights(noisy_log_probs: torch.Tensor, gumbel_temperature: float = 0.1) -> torch.Tensor:
-    """The weights `softmax(u / tau)` `(..., k)` of the candidates' embeddings; the lower tau, the closer to one."""
+    """Returns the weights `softmax(u / tau)` `(..., k)` of the candidates' embeddings; almost one-hot for low tau."""
     return (noisy_log_probs / gumbel_temperature).softmax(-1)
 
 
@@ -95,16 +97,16 @@ def soft_log_probs(
     logits: torch.Tensor, candidate_ids: torch.Tensor, noisy_log_probs: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
     """
-    The log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of the
-    noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
+    Returns the log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of
+    the noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
 
-    The gradient flows through p, the probabilities of the candidates alone, which sum to 1. Of more than 20
-    candidates, none may be likely enough; the log-probability is 0 then.
+    The gradient flows through p, the probabilities among the candidates only, which sum to 1. With more than 20
+    candidates, it may happen that none is likely enough; the log-probability is then 0.
 
     Args:
         logits: `(..., V)`.
-        candidate_ids: `(..., k)`, as they were in the rollout.
-        noisy_log_probs: u `(..., k)`, as they were in the rollout.
+        candidate_ids: `(..., k)`, as in the rollout.
+        noisy_log_probs: u `(..., k)`, as in the rollout.
         temperature: Divides the logits, as in the rollout.
 
     Returns:
@@ -127,11 +129,11 @@ def completion_log_probs(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """
-    The log-probability of each step of completions: `soft_log_probs` where it is soft, the usual one of its token
-    elsewhere.
+    Returns the log-probability of each step of completions: `soft_log_probs` for a soft step, the log-probability of
+    the token for any other.
 
     Args:
-        logits: `(B, C, V)`, those that each step was drawn from.
+        logits: `(B, C, V)`, those from which each step was drawn.
         token_ids: `(B, C)`.
         candidate_ids: `(B, C, k)`.
         noisy_log_probs: `(B, C, k)`.
@@ -156,8 +158,8 @@ def embed_steps(
     gumbel_temperature: float = 0.1,
 ) -> torch.Tensor:
     """
-    What the model gets as input after each step, `(B, C, D)`: the mixture of the candidates' embeddings after a soft
-    one, the embedding of the token after any other. Without a gradient.
+    Returns the model's input after each step, `(B, C, D)`, without a gradient: the mixture of the candidates'
+    embeddings after a soft step, the embedding of the token after any other.
 
     Args:
         embeddings: The model's `get_input_embeddings()`.
@@ -174,7 +176,7 @@ def embed_steps(
 
 
 def _in_float32(x: torch.Tensor) -> torch.Tensor:
-    """Half precision is not enough for logarithms of probabilities; float64 stays."""
+    """Converts half precision, which is not enough for logarithms of probabilities, to float32; keeps float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -182,10 +184,10 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 class SoftRollout(NamedTuple):
-    """Completions of `generate_soft_thinking`. Where a step is not soft, its candidates and noise are 0."""
+    """Completions of `generate_soft_thinking`. If a step is not soft, its candidates and noise are 0."""
 
     token_ids: torch.Tensor
-    """`(B, C)`: the visible tokens; of a soft step, the one with the largest weight; padding after the end."""
+    """`(B, C)`: the visible tokens; for a soft step, the one with the largest weight; padding after the end."""
     mask: torch.Tensor
     """`(B, C)`: which of them belong to the completion, the end-of-sequence token included."""
     candidate_ids: torch.Tensor
@@ -193,9 +195,9 @@ class SoftRollout(NamedTuple):
     noisy_log_probs: torch.Tensor
     """u, `(B, C, k)`, in float32."""
     is_soft: torch.Tensor
-    """`(B, C)`: steps whose embedding is a mixture. The end-of-thinking token and all that follow it are not."""
+    """`(B, C)`: steps whose embedding is a mixture, unlike the end-of-thinking token and all tokens after it."""
     is_forced: torch.Tensor
-    """`(B, C)`: end-of-thinking tokens that `max_thinking_tokens` put there, not the model."""
+    """`(B, C)`: end-of-thinking tokens that were inserted by `max_thinking_tokens`, not chosen by the model."""
 
 
 @torch.no_grad()
@@ -220,27 +222,27 @@ def generate_soft_thinking(
     """
     Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it.
 
-    The model is used in the mode that it is in: call `model.eval()` first if it has dropout.
+    The mode of the model is not changed: call `model.eval()` first if it has dropout.
 
     Args:
         model: Any decoder whose `forward` takes `inputs_embeds`.
         input_ids: Prompts `(B, P)`, padded on the left.
-        attention_mask: `(B, P)`, 0 for padding; without it, nothing is padding.
+        attention_mask: `(B, P)`, 0 for padding; by default, nothing is padding.
         end_of_thinking_id: The token that ends the thinking, see `find_end_of_thinking`.
         max_new_tokens: Length C at which a completion ends in any case.
-        max_thinking_tokens: After so many soft steps, the end-of-thinking token is put in; by default, never.
+        max_thinking_tokens: After this many soft steps, the end-of-thinking token is inserted; by default, never.
         temperature: Divides the logits, while thinking and after it.
         top_k: Number of candidates k, while thinking and after it.
         top_p: Share of their probability to keep, while thinking and after it.
         gumbel_temperature: tau of the weights of a soft step.
         noise_factor: Scale of the Gumbel noise; 0 for soft thinking without noise.
         eos_token_id: The token or tokens that end a completion; those of `model.generation_config` by default.
-        pad_token_id: What follows in a completion that ended before others.
-        generator: Of the model's device; PyTorch's own by default.
-        use_cache: Whether to keep keys and values; without, every step computes the whole sequence again.
+        pad_token_id: Fills completions that end before others.
+        generator: A generator on the model's device; PyTorch's own by default.
+        use_cache: Whether to keep keys and values; otherwise, every step recomputes the whole sequence.
 
     Raises:
-        ValueError: A value out of range, padding that is not on the left, or a model that cannot do this.
+        ValueError: If a value is out of range, padding is not on the left, or the model is not supported.
     """
     check_sampling(temperature, top_k, top_p, gumbel_temperature, noise_factor, max_thinking_tokens)
     check_decoder(model)
@@ -303,16 +305,16 @@ def _run_decoder(
     **options: Any,
 ) -> Any:
     """
-    The outputs for the last `inputs_embeds`, with at least the logits of the last `logits_to_keep` positions.
+    Runs the decoder on `inputs_embeds`. The outputs have at least the logits of the last `logits_to_keep` positions.
 
-    Positions count real tokens, so that padding changes nothing, whatever kind of positions the model has.
+    Position ids count only real tokens, so that padding changes nothing, whatever kind of positions the model has.
 
     Args:
-        model: The decoder, or what a trainer wraps it in.
-        known: The arguments that its `forward` takes.
+        model: The decoder, possibly wrapped by a trainer.
+        known: The names of the arguments that its `forward` takes.
         inputs_embeds: `(B, T, D)`.
         attention_mask: `(B, past + T)`.
-        logits_to_keep: Number of positions.
+        logits_to_keep: Number of positions whose logits are needed.
         **options: More arguments of `forward`.
     """
     position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs_embeds.shape[1] :]
@@ -353,7 +355,7 @@ def check_sampling(
 
 
 def check_decoder(model: nn.Module):
-    """Raises `ValueError` for a model that is no decoder, or whose `forward` takes no `inputs_embeds`."""
+    """Raises `ValueError` if a model is not a decoder, or its `forward` does not take `inputs_embeds`."""
     config = getattr(model, "config", None)
     if "inputs_embeds" not in _forward_parameters(model) or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -364,17 +366,17 @@ def check_decoder(model: nn.Module):
 
 def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:
     """
-    The id of the end-of-thinking token.
+    Returns the id of the end-of-thinking token.
 
     Raises:
-        ValueError: The tokenizer does not have `token` as one token.
+        ValueError: If the tokenizer does not have `token` as a single token.
     """
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
-            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Name the one that ends the "
-            "thinking of this model, or add one with `tokenizer.add_tokens` and `model.resize_token_embeddings`, and "
-            "teach the model to use it first"
+            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Set it to the token that "
+            "ends the thinking of this model, or add one with `tokenizer.add_tokens` and "
+            "`model.resize_token_embeddings`, and first teach the model to use it"
         )
     return ids[0]
 
@@ -393,7 +395,7 @@ HOOKS = {
     ),
     "_compute_loss": ("model", "inputs"),
 }
-"""The methods of TRL's trainer that are overridden here, and the first of their parameters."""
+"""The methods of TRL's trainer that are overridden here, and their first parameters."""
 
 
 def check_hooks(trainer_class: type = GRPOTrainer):
@@ -404,12 +406,12 @@ def check_hooks(trainer_class: type = GRPOTrainer):
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"SofT-GRPO overrides `{trainer_class.__name__}.{name}`, whose parameters differ in trl "
-                f"{version('trl')}; install a version that it works with: pip install 'lsgpt[rl]'"
+                f"{version('trl')}; install a supported version: pip install 'lsgpt[rl]'"
             )
 
 
 def _forward_parameters(model: nn.Module) -> set[str]:
-    """The names of the arguments of `forward`, also of a model that is compiled, distributed or has a PEFT adapter."""
+    """Returns the argument names of `forward`, even if a model is compiled, distributed or has a PEFT adapter."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(type(model).forward).parameters)
@@ -421,11 +423,11 @@ def _forward_parameters(model: nn.Module) -> set[str]:
 @dataclass
 class SoftGRPOConfig(GRPOConfig):
     """
-    TRL's `GRPOConfig` with four fields for soft thinking, and with the published values as defaults: those of the
-    paper's script, or of verl where the script has none. Lengths and batch sizes are TRL's.
+    TRL's `GRPOConfig` with four more fields for soft thinking, and with the published values as defaults: those of the
+    paper's script, or of verl where the script sets none. The defaults of lengths and batch sizes are TRL's.
 
     Raises:
-        ValueError: A value out of range, or an option of TRL that this trainer's own generation does not have.
+        ValueError: If a value is out of range, or soft thinking does not support an option of TRL.
     """
 
     gumbel_temperature: float = field(
@@ -440,8 +442,8 @@ class SoftGRPOConfig(GRPOConfig):
     max_thinking_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Number of soft steps after which the end-of-thinking token is put in. It is not trained on "
-            "then. By default, only `max_completion_length` limits the thinking."
+            "help": "Number of soft steps after which the end-of-thinking token is inserted. An inserted token is not "
+            "trained on. By default, only `max_completion_length` limits the thinking."
         },
     )
 
@@ -483,7 +485,7 @@ class SoftGRPOConfig(GRPOConfig):
         for name, default in unsupported.items():
             if (value := getattr(self, name)) != default:
                 raise ValueError(
-                    f"`{name}` must be {default}, because soft thinking has a generation of its own that does not "
+                    f"`{name}` must be {default}, because soft thinking has its own generation loop, which does not "
                     f"support it; got {value!r}"
                 )
         super().__post_init__()
@@ -493,21 +495,22 @@ class SoftGRPOTrainer(GRPOTrainer):
     """
     TRL's `GRPOTrainer` with soft-thinking rollouts, for any decoder that takes `inputs_embeds`.
 
-    All inputs are detached, as published: where input and output embeddings are not tied, the input embeddings are
-    not trained. The logits of all completion tokens are in memory at once, for each batch of
-    `per_device_train_batch_size` sequences.
+    All inputs are detached, as published. If input and output embeddings are not tied, the input embeddings are
+    therefore not trained. The logits of all completion tokens of a batch of `per_device_train_batch_size` sequences
+    are in memory at once.
 
     Args:
-        model: A model, or its folder or name. The reference model (`beta` above 0) is loaded from where the model
-            came from, unless it has a PEFT adapter.
+        model: A model, or its folder or name. The reference model (if `beta` is above 0) is loaded from the same place
+            as the model, unless the model has a PEFT adapter.
         reward_funcs: As in `GRPOTrainer`; they see the visible tokens.
-        args: Needed.
+        args: Required.
         *others: As in `GRPOTrainer`.
         **more: As in `GRPOTrainer`.
 
     Raises:
-        ValueError: A model, a tokenizer or an option that cannot be used with soft thinking, before training.
-        ImportError: A version of TRL whose insides differ.
+        ValueError: If a model, a tokenizer or an option cannot be used with soft thinking. It is raised before
+            training.
+        ImportError: If the installed version of TRL has different internals.
     """
 
     _tag_names = ["trl", "soft-grpo"]
@@ -547,12 +550,12 @@ class SoftGRPOTrainer(GRPOTrainer):
         }
         for name, value in refused.items():
             if value:
-                raise ValueError(f"`{name}` is not supported by SofT-GRPO, which trains on prompts and texts alone")
+                raise ValueError(f"`{name}` is not supported by SofT-GRPO, which trains only on prompts and texts")
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """Overrides TRL's: soft thinking; the rollout is kept for scoring."""
+        """Overrides TRL's method: generates with soft thinking, and keeps the rollout for scoring."""
         if images is not None:
-            raise ValueError("the data set must have texts only: SofT-GRPO does not support images")
+            raise ValueError("the data set must contain only text: SofT-GRPO does not support images")
         rows = [torch.tensor(ids) for ids in prompt_ids]
         device = self.accelerator.device
         input_ids = pad(rows, self._tokenizer.pad_token_id, padding_side="left").to(device)
@@ -582,7 +585,7 @@ class SoftGRPOTrainer(GRPOTrainer):
         return completion_ids, None
 
     def _generate_and_score_completions(self, inputs):
-        """Overrides TRL's: what scoring needs of the rollout travels with the batch."""
+        """Overrides TRL's method: adds to the batch what scoring needs from the rollout."""
         output = super()._generate_and_score_completions(inputs)
         rollout, self._rollout = self._rollout, None
         length = output["completion_ids"].shape[1]
@@ -599,7 +602,7 @@ class SoftGRPOTrainer(GRPOTrainer):
         return output
 
     def _compute_loss(self, model, inputs):
-        """Overrides TRL's: the loss is the same one, with the log-probabilities of soft steps."""
+        """Overrides TRL's method: computes the same loss, with the log-probabilities of soft steps."""
         self._rollout = inputs
         try:
             return super()._compute_loss(model, inputs)
@@ -617,7 +620,7 @@ class SoftGRPOTrainer(GRPOTrainer):
         compute_aux_loss=False,
         **multimodal,
     ):
-        """Overrides TRL's: the inputs are embeddings, and soft steps are scored by the density of their noise."""
+        """Overrides TRL's method: inputs are embeddings, and soft steps are scored by the density of their noise."""
         known = _forward_parameters(model)
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
         all_steps = [_pad_steps(self._rollout[name], logits_to_keep) for name in STEP_FIELDS]
@@ -640,12 +643,12 @@ class SoftGRPOTrainer(GRPOTrainer):
             scores = completion_log_probs(logits, token_ids, *steps, self.temperature)
             log_probs.append(scores.masked_fill(is_padding, 0))
             if compute_entropy:
-                with torch.set_grad_enabled(train_entropy):  # most often only logged, and its graph is large
+                with torch.set_grad_enabled(train_entropy):  # usually only logged, and its graph is large
                     distribution = (_in_float32(logits) / self.temperature).log_softmax(-1)
                     entropies.append(-(distribution.exp() * distribution).sum(-1).masked_fill(is_padding, 0))
         return torch.cat(log_probs), torch.cat(entropies) if compute_entropy else None, None
 
 
 def _pad_steps(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros behind `(B, C, ...)`, up to `(B, length, ...)`."""
+    """Pads `(B, C, ...)` with zeros at the end, up to `(B, length, ...)`."""
     return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, length - tensor.shape[1]))

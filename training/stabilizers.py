@@ -1,6 +1,6 @@
-"""Other people's remedies against exploding logits and loss spikes, to compare Long Short-attention with.
+"""Published remedies against exploding logits and loss spikes, for comparison with Long Short-attention.
 
-A recipe names them in `stabilizers`. Each function here is also of use alone, in a script with a stock `Trainer`.
+A recipe names them in `stabilizers`. Each function here can also be used alone, in a script with a stock `Trainer`.
 """
 
 import math
@@ -16,7 +16,7 @@ from lsgpt.utilities import suggest
 
 
 class Stabilizer(NamedTuple):
-    """The published default of a method, what it is a value of, and where it comes from."""
+    """The published default of a method, what this value means, and its source."""
 
     default: float | bool
     meaning: str
@@ -35,11 +35,11 @@ STABILIZERS = {
 
 def read_stabilizers(value: str | list | dict | None) -> dict[str, float | bool]:
     """
-    What a recipe's `stabilizers` amounts to: `"z-loss,qk-clip"`, a list of names, or names with values;
-    `true` stands for the published default.
+    Reads a recipe's `stabilizers` into a dictionary of names and values. They may be a string such as
+    `"z-loss,qk-clip"`, a list of names, or names with values; `true` stands for the published default.
 
     Raises:
-        ValueError: An unknown name, or a value that is no positive number.
+        ValueError: If a name is unknown, or a value is not a positive number.
     """
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
@@ -49,7 +49,7 @@ def read_stabilizers(value: str | list | dict | None) -> dict[str, float | bool]
     for name, setting in value.items():
         if name not in STABILIZERS:
             known = ", ".join(STABILIZERS)
-            raise ValueError(f"`stabilizers` must be of {known}; got {name!r}{suggest(str(name), STABILIZERS)}")
+            raise ValueError(f"`stabilizers` must be among {known}; got {name!r}{suggest(str(name), STABILIZERS)}")
         default = STABILIZERS[name].default
         if setting is True:
             result[name] = default
@@ -66,16 +66,16 @@ def read_stabilizers(value: str | list | dict | None) -> dict[str, float | bool]
 
 
 def config_fields(stabilizers: dict[str, float | bool]) -> dict:
-    """The fields of `LSGPTConfig` that QK-norm and soft-capping are."""
+    """Returns the fields of `LSGPTConfig` that stand for QK-norm and soft-capping."""
     fields = {"qk_norm": stabilizers.get("qk-norm"), "attn_logit_softcapping": stabilizers.get("softcap")}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def add_z_loss(model: PreTrainedModel, weight: float = STABILIZERS["z-loss"].default):
     """
-    Adds `weight * mean(logsumexp(logits) ** 2)` over the predicted tokens to the loss that the model is trained with.
+    Adds `weight * mean(logsumexp(logits) ** 2)` over the predicted tokens to the training loss of the model.
 
-    The loss without gradients, as in evaluation, stays the cross-entropy.
+    Without gradients, as in evaluation, the loss is still the cross-entropy.
     """
 
     def loss_function(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
@@ -92,10 +92,10 @@ def add_z_loss(model: PreTrainedModel, weight: float = STABILIZERS["z-loss"].def
 
 def attend_in_float32(model: nn.Module):
     """
-    Lets every attention layer compute logits, softmax and weighted sums in float32, whatever autocast says.
+    Makes every attention layer compute logits, softmax and weighted sums in float32, even under autocast.
 
     Raises:
-        ValueError: `model` is no LSGPT model.
+        ValueError: If `model` is not an LSGPT model.
     """
     for layer in attention_layers(model):
         layer.in_float32 = True
@@ -103,14 +103,14 @@ def attend_in_float32(model: nn.Module):
 
 def adagc_optimizer(args: TrainingArguments, lambda_rel: float = STABILIZERS["adagc"].default) -> tuple[type, dict]:
     """
-    AdamW with adaptive gradient clipping (AdaGC), for `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`: the
-    gradient of a tensor is scaled down to `lambda_rel` times the running mean of its norm.
+    AdamW with adaptive gradient clipping (AdaGC), for `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`. It
+    scales the gradient of each tensor down to `lambda_rel` times the running mean of its norm.
 
-    It replaces clipping by the global norm: set `args.max_grad_norm` to 0. Learning rate, betas and epsilon are those
-    of `args`, the rest are AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
+    It replaces clipping by the global norm, so set `args.max_grad_norm` to 0. Learning rate, betas and epsilon are
+    taken from `args`; the rest are AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
 
     Raises:
-        ImportError: The package `pytorch_optimizer` is not installed.
+        ImportError: If the package `pytorch_optimizer` is not installed.
     """
     try:
         from pytorch_optimizer import AdaGC  # noqa: PLC0415 (optional)

@@ -1,4 +1,4 @@
-"""Watching the attention logits of a model in training, and what to do when they explode."""
+"""Monitors the attention logits of a model during training and reacts when they explode."""
 
 import math
 import weakref
@@ -18,21 +18,21 @@ logger = logging.get_logger(__name__)
 
 class LogitTelemetryCallback(TrainerCallback):
     """
-    Logs the largest attention logits of a step's batch every few optimizer steps, and acts when they explode.
+    Logs the largest attention logits of a step's batch every few optimizer steps, and reacts when they explode.
 
-    It takes LSGPT and every other decoder that `measure_max_logits` takes, such as a Llama, a Gemma or a GPT-2.
+    It supports LSGPT and every other decoder that `measure_max_logits` supports, such as Llama, Gemma or GPT-2.
 
-    Measured is the maximum over the step's micro-batches and over all processes, exactly as by `measure_max_logits`.
-    The step's log then holds `max_logit`, `max_logit/layer_N` and `heads_over_threshold`; of LSGPT `max_logit`,
-    `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`, `max_logit/layer_N/local` and
-    `heads_over_threshold`. Other steps are untouched.
+    It measures the maximum over the step's micro-batches and over all processes, exactly as `measure_max_logits` does.
+    The log of a measured step contains `max_logit`, `max_logit/layer_N` and `heads_over_threshold`; for LSGPT, it
+    contains `max_logit`, `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`, `max_logit/layer_N/local`
+    and `heads_over_threshold`. The logs of other steps are unchanged.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
     ```
 
-    A stock `Trainer` asks the trackers of `report_to` before the callbacks of a user, too early for these figures. For
-    trackers use `LSGPTTrainer`, or name the tracker after this callback:
+    A stock `Trainer` calls the trackers of `report_to` before the user's callbacks, which is too early for these
+    figures. To send them to a tracker, use `LSGPTTrainer`, or list the tracker's callback after this one:
 
     ```python
     >>> args = TrainingArguments(..., report_to="none")
@@ -41,7 +41,7 @@ class LogitTelemetryCallback(TrainerCallback):
     """
 
     _last_training: weakref.ref | None = None
-    """The state of the training that began last, by which a second callback in the same training is known."""
+    """The state of the most recent training, to detect a second callback in the same training."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class LogitTelemetryCallback(TrainerCallback):
     ):
         """
         Args:
-            every_n_steps: Measures the optimizer steps that are multiples of this.
+            every_n_steps: Measures at optimizer steps that are multiples of this number.
             threshold: A larger `|logit|` counts as an explosion, and so do NaN and infinity; 100 is the threshold of
                 QK-clip (arXiv:2507.20534).
-            on_explosion: What to do then. `"warn"` says so; `"stop"` saves a checkpoint and ends the training;
-                `"clip"`, for LSGPT, scales the query and key weights of the head so that this batch would not pass
-                the threshold again (QK-clip).
-            log_every_n_steps: Logs measured steps that are multiples of this; all of them by default. QK-clip as
-                published acts on every step, which is more than a log should hold.
+            on_explosion: What to do on an explosion. `"warn"` logs a warning; `"stop"` saves a checkpoint and ends the
+                training; `"clip"` (LSGPT only) scales the query and key weights of the head so that this batch would
+                not exceed the threshold again (QK-clip).
+            log_every_n_steps: Logs measured steps that are multiples of this number; all of them by default. QK-clip
+                as published acts on every step, which is too often for a log.
 
         Raises:
-            ValueError: A value that cannot be.
+            ValueError: If an argument is invalid.
         """
         log_every_n_steps = every_n_steps if log_every_n_steps is None else log_every_n_steps
         for name, value in (("every_n_steps", every_n_steps), ("log_every_n_steps", log_every_n_steps)):
@@ -83,8 +83,8 @@ class LogitTelemetryCallback(TrainerCallback):
         last = LogitTelemetryCallback._last_training
         if last is not None and last() is state:
             raise ValueError(
-                "`callbacks` must have one LogitTelemetryCallback at most; got two, which would reset each other's "
-                "maxima. One can measure often and log rarely: see its `log_every_n_steps`"
+                "`callbacks` must contain at most one LogitTelemetryCallback; got two, which would reset each other's "
+                "maxima. To measure often but log rarely, set `log_every_n_steps`"
             )
         LogitTelemetryCallback._last_training = weakref.ref(state)
         self._max_logits = MaxLogits(model)
@@ -103,7 +103,7 @@ class LogitTelemetryCallback(TrainerCallback):
         finally:
             self._max_logits.stop()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Backends differ in whether the larger of a number and NaN is NaN; infinity is larger for all of them.
+            # Backends disagree on whether the maximum of a number and NaN is NaN, but not on infinity.
             maxima = maxima.masked_fill(maxima.isnan(), math.inf)
             torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         figures = summarize_max_logits(maxima, model.config, self.threshold, layer_numbers)
@@ -120,20 +120,20 @@ class LogitTelemetryCallback(TrainerCallback):
                 qk_clip(model, maxima, self.threshold)
 
     def take_figures(self) -> dict[str, float]:
-        """The figures of the last measured step, once: who takes them logs them. For overrides of `Trainer.log`."""
+        """Returns the figures of the last measured step, and clears them. Overrides of `Trainer.log` may call it."""
         figures, self._figures = self._figures, {}
         return figures
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         figures = self.take_figures()
         if not figures:
-            return  # nothing was measured, or `LSGPTTrainer.log` has them already
+            return  # nothing was measured, or `LSGPTTrainer.log` has already taken them
         logs.update(figures)  # for the callbacks after this one
-        state.log_history[-1].update(figures)  # a copy of `logs`, made before any callback was asked
+        state.log_history[-1].update(figures)  # a copy of `logs`, made before any callback was called
         if args.report_to and state.is_world_process_zero and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` asks before "
+                f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` calls before "
                 'its `callbacks`. Use `LSGPTTrainer`, or set `report_to="none"` and put the tracker\'s own callback '
                 "after LogitTelemetryCallback in `callbacks`"
             )
@@ -144,21 +144,24 @@ class LogitTelemetryCallback(TrainerCallback):
     def _check_clip(self, args, model):
         if not self._max_logits.is_lsgpt:
             raise ValueError(
-                '`on_explosion` must be "warn" or "stop" for other models than LSGPT, whose weights QK-clip cannot '
-                f'scale; got "clip" for {type(model).__name__}'
+                '`on_explosion` must be "warn" or "stop" for models other than LSGPT, because QK-clip cannot scale '
+                f'their weights; got "clip" for {type(model).__name__}'
             )
         if args.deepspeed_plugin is not None:
-            raise ValueError('`on_explosion` must not be "clip" with DeepSpeed: it overwrites changes to weights')
+            raise ValueError('`on_explosion` must not be "clip" with DeepSpeed, which overwrites changes to weights')
         if model.config.qk_norm:
-            raise ValueError('`on_explosion` must not be "clip" with `qk_norm`: normalised queries ignore their scale')
+            raise ValueError(
+                '`on_explosion` must not be "clip" with `qk_norm`, because normalised queries ignore the scale of '
+                "their weights"
+            )
         projections = [p for layer in self._max_logits.layers for p in (layer.q_proj, layer.k_proj)]
         if not all(projection.weight.requires_grad for projection in projections):
             raise ValueError(
-                '`on_explosion` must not be "clip" with frozen query or key weights, such as LoRA\'s: it scales them'
+                '`on_explosion` must not be "clip" with frozen query or key weights, as with LoRA: it scales them'
             )
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
-        row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # that of a NaN if there is one
+        row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest
         done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
         if self.on_explosion == "clip" and not maxima.isfinite().all():
             done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
@@ -179,11 +182,12 @@ def summarize_max_logits(
     maxima: torch.Tensor, config, threshold: float, layer_numbers: list[int] | None = None
 ) -> dict[str, float]:
     """
-    The figures to log of `maxima` `(layers, heads)`: the maximum overall, in each layer, and the number of heads over
-    `threshold`, to which NaN and infinity belong; in LSGPT the maxima of each kind of head, overall and in each layer.
-    The maximum over numbers of which one is NaN is NaN. A kind that has no head is left out.
+    Returns the figures to log for `maxima` `(layers, heads)`: the overall maximum, the maximum of each layer, and the
+    number of heads over `threshold`, including NaN and infinity. For LSGPT, the figures also have the maximum of each
+    kind of head, and each layer's maximum is split by kind. A maximum over values that include NaN is NaN. A kind
+    without heads is left out.
 
-    Layers are numbered from 0, or as `layer_numbers` says.
+    Layers are numbered from 0, or by `layer_numbers`.
     """
     rows = maxima.cpu()
     layer_numbers = list(range(len(rows))) if layer_numbers is None else layer_numbers
@@ -206,18 +210,18 @@ def summarize_max_logits(
 @torch.no_grad()
 def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     """
-    QK-clip (MuonClip, arXiv:2507.20534): multiplies the query and key weights of a head whose largest logit `S` is
-    over `threshold` by `sqrt(threshold / S)` each. Query heads that share a key head are scaled together, by the
-    largest `S` among them; where that is NaN or infinite no factor would help, and they stay as they are. Weights of
-    other heads stay as they are, too, to the bit, and so do sinks.
+    QK-clip (MuonClip, arXiv:2507.20534): if the largest logit `S` of a head exceeds `threshold`, multiplies both its
+    query and its key weights by `sqrt(threshold / S)`. Query heads that share a key head are scaled together, by the
+    largest `S` among them. If that is NaN or infinite, no factor would help, and their weights are left alone. The
+    weights of other heads and the sinks stay bitwise the same.
 
     Args:
         model: An LSGPT model without QK-norm.
         maxima (`(num_hidden_layers, num_attention_heads)`): What `measure_max_logits` returns.
-        threshold: Largest logit to allow.
+        threshold: Largest allowed logit.
 
     Raises:
-        ValueError: A threshold that is not positive and finite, or a model with QK-norm.
+        ValueError: If the threshold is not positive and finite, or the model has QK-norm.
     """
     _check_threshold(threshold)
     for layer, row in zip(attention_layers(model), maxima):
@@ -237,7 +241,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
 
 
 def _scale_rows(parameter: nn.Parameter, scale: torch.Tensor):
-    """Multiplies in place; where the rows are spread over processes (FSDP2), each multiplies its own."""
+    """Scales the rows in place. If they are sharded over processes (FSDP2), each process scales its own rows."""
     scale = scale.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

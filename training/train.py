@@ -1,4 +1,4 @@
-"""A training run: from arguments to a folder with a checkpoint that the Auto classes load."""
+"""A training run, from its arguments to a folder with a checkpoint that the Auto classes can load."""
 
 import math
 import os
@@ -61,25 +61,25 @@ from .telemetry import LogitTelemetryCallback
 
 
 STREAM_BUFFER = 1000
-"""Blocks of a stream that are shuffled together."""
+"""Number of blocks in the shuffle buffer of a stream."""
 
 
 class LSGPTTrainer(Trainer):
     """
-    The stock `Trainer`, but that steps do without logits, that sinks have no weight decay, that a model may learn from
-    a teacher, and that `save_card` writes the model card of a push.
+    The stock `Trainer` with a few changes: training steps skip the logits, sinks have no weight decay, a model may
+    learn from a teacher, and `save_card` writes the model card of a push.
     """
 
     save_card: Callable[..., Any] | None = None
-    """What writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`, or
-    else Transformers. It is passed in, because cards are made with this package's readers of what a run leaves."""
+    """Writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`. Without
+    it, Transformers does. It is passed in because `lsgpt.model_cards` imports this package to read runs."""
 
     teacher: PreTrainedModel | None = None
-    """A model of the same vocabulary. The training loss is then the Kullback-Leibler divergence of its distributions
-    of the next token, and not the cross-entropy."""
+    """A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its next-token
+    distributions instead of the cross-entropy."""
 
     teacher_perplexity: float | None = None
-    """The teacher's perplexity on the evaluation data, once it is measured."""
+    """The teacher's perplexity on the evaluation data, once it has been measured."""
 
     adapters: Any = None
     """The adapters inside the model, see `choose_trainable`."""
@@ -93,7 +93,7 @@ class LSGPTTrainer(Trainer):
         super().create_accelerator_and_postprocess()
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """As in `Trainer`, which spares norms and biases, but without sinks: decay would draw these logits to 0."""
+        """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
@@ -104,7 +104,7 @@ class LSGPTTrainer(Trainer):
         super().log(logs, start_time)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        """As in `Trainer`; a training step has no use for the logits, which are its largest tensor."""
+        """As in `Trainer`, but training steps skip the logits, which are their largest tensor."""
         is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
         if model.training and is_models_own and "labels" in inputs:
             inputs = {**inputs, "skip_logits": True}
@@ -113,7 +113,7 @@ class LSGPTTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in `Trainer`, with a group of parameters more where there is a `sink_learning_rate`."""
+        """As in `Trainer`, with another parameter group if there is a `sink_learning_rate`."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and self.sink_learning_rate is not None:
@@ -138,18 +138,18 @@ class LSGPTTrainer(Trainer):
         dataset_args: str | list[str] | None = None,
     ):
         """
-        Writes the card into `output_dir`, with `save_card` where it is set.
+        Writes the card into `output_dir`, with `save_card` if it is set.
 
         Args:
             language: Language codes for the metadata.
             license: The weights' licence; by default that of the recipe.
-            tags: Tags for the metadata, besides our own.
+            tags: Tags for the metadata, in addition to our own.
             model_name: Not used: the card has the name of the repository.
-            finetuned_from: Name on the Hub of the model that was trained further; by default that of the recipe.
+            finetuned_from: Name on the Hub of the model that was fine-tuned; by default that of the recipe.
             tasks: Not used: the task is text generation.
             dataset_tags: Names on the Hub of the data sets; by default that of the recipe.
             dataset: Not used: the card describes the data of the recipe.
-            dataset_args: Not used, as `dataset`.
+            dataset_args: Not used, like `dataset`.
         """
         if self.save_card is None:
             names = (language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args)
@@ -168,13 +168,13 @@ class LSGPTTrainer(Trainer):
 
 def check_parallelism(args: TrainingArguments):
     """
-    Raises `ValueError` for context and sequence parallelism, whether a script asks for them or `accelerate launch`.
+    Raises `ValueError` if a script or `accelerate launch` asks for context or sequence parallelism.
 
-    Both split every sequence over processes, and Accelerate lets neither of them keep a window.
+    Both split every sequence over processes, and Accelerate supports neither with a sliding window.
     """
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        config = ParallelismConfig()  # reads the rest of what `accelerate launch` sets
+        config = ParallelismConfig()  # reads the other variables that `accelerate launch` sets
     for field, name in (("cp_size", "context"), ("sp_size", "sequence")):
         size = getattr(config, field, 1)
         if size > 1:
@@ -187,26 +187,26 @@ def check_parallelism(args: TrainingArguments):
 
 def check_checkpoint(checkpoint: str | Path):
     """
-    Raises `ValueError` for a checkpoint from which a run cannot go on as if nothing had been.
+    Raises `ValueError` for a checkpoint from which a run cannot resume as if it had not been interrupted.
 
-    A `Trainer` that finds no state of the optimizer or of the schedule starts them anew and says nothing.
+    A `Trainer` that finds no state of the optimizer or the schedule silently starts them anew.
     """
     checkpoint = Path(checkpoint)
     if (checkpoint / "latest").is_file():
-        return  # DeepSpeed's, which looks for its files itself
-    # A file or, of FSDP, a folder for the optimizer; a file of random numbers for each process.
+        return  # a checkpoint of DeepSpeed, which looks for its files itself
+    # The optimizer has a file or, with FSDP, a folder; every process has a file with its random states.
     missing = [name for name in ("optimizer*", "scheduler.pt", "rng_state*.pth") if not any(checkpoint.glob(name))]
     if missing:
         names = ", ".join(name.replace("*.", ".").replace("*", ".pt") for name in missing)
         raise ValueError(
-            f"`resume_from_checkpoint` must hold all that a run goes on with; got {str(checkpoint)!r} without {names} "
-            "(`save_only_model` saves none of them), so that the optimizer or its schedule would start anew. To start "
-            f"a new run from the weights alone: --model_name_or_path {checkpoint}"
+            f"`resume_from_checkpoint` must contain all that a run needs to resume; got {str(checkpoint)!r} without "
+            f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
+            f"start a new run from the weights alone: --model_name_or_path {checkpoint}"
         )
 
 
 def check_evaluation(args: TrainingArguments):
-    """Raises `ValueError` for options with which the evaluation at the end of a run could not compute its figures."""
+    """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
     for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
         if getattr(args, field) != needed:
             raise ValueError(
@@ -217,19 +217,19 @@ def check_evaluation(args: TrainingArguments):
 
 def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """
-    Trains a model and leaves everything about it in `arguments.training.output_dir`: the checkpoint with its code and
+    Trains a model and writes everything about it to `arguments.training.output_dir`: the checkpoint with its code and
     tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
 
     Args:
         arguments: What `parse_arguments` returns.
-        save_card: What writes the model card where the run is pushed to the Hub: `lsgpt.model_cards.save_card`, or
-            else Transformers.
+        save_card: Writes the model card if the run is pushed to the Hub: `lsgpt.model_cards.save_card`. Without it,
+            Transformers does.
 
     Returns:
         The trainer, with the trained model.
 
     Raises:
-        ValueError: Arguments that cannot be, or data that does not fit them.
+        ValueError: If arguments are invalid, or the data does not fit them.
     """
     trainer = build_trainer(arguments, save_card)
     train(trainer, arguments)
@@ -262,7 +262,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     adapters = choose_trainable(model, arguments.model.trainable, arguments.model.lora_rank)
     optimizer = None
     if "adagc" in stabilizers:
-        args.max_grad_norm = 0.0  # AdaGC takes the place of clipping by the global norm
+        args.max_grad_norm = 0.0  # AdaGC replaces clipping by the global norm
         optimizer = adagc_optimizer(args, stabilizers["adagc"])
     if args.process_index == 0:
         size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
@@ -290,7 +290,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     trainer.sink_learning_rate = arguments.model.sink_learning_rate
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        # Accelerate's own adds up gradients in bfloat16, and rounds the loss to its two to three digits.
+        # Accelerate's own policy sums gradients in bfloat16, and rounds the loss to the two to three digits that
+        # bfloat16 has.
         fsdp.mixed_precision_policy = replace(
             fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
@@ -319,11 +320,11 @@ def _count_parameters(model: PreTrainedModel) -> str:
 def get_tokenizer(
     arguments: Arguments, config: LSGPTConfig, documents: DatasetDict | IterableDatasetDict
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run: the checkpoint's, the one that is named, or a trained one, the same in all processes."""
+    """Returns the tokenizer of a run: the checkpoint's, the named one, or a trained one, equal in all processes."""
     data, args = arguments.data, arguments.training
     name = args.resume_from_checkpoint or arguments.model.model_name_or_path or data.tokenizer
     if name in ALGORITHMS:
-        # By one process for all: trained twice, Unigram numbers the same tokens differently.
+        # One process trains it for all of them: trained twice, Unigram numbers the same tokens differently.
         tokenizer = make_tokenizer(data, config, documents) if args.process_index == 0 else None
         tokenizer = broadcast_object_list([tokenizer])[0]
     else:
@@ -339,7 +340,7 @@ def get_tokenizer(
 def make_blocks(
     arguments: Arguments, documents: DatasetDict | IterableDatasetDict, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset | IterableDataset]:
-    """The packed blocks of the splits `train` and `validation`."""
+    """Returns the packed blocks of the splits `train` and `validation`."""
     data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
@@ -349,7 +350,9 @@ def make_blocks(
         except ValueError as error:
             raise ValueError(f"{error}, split {split}") from error
         if data.streaming and next(iter(blocks[split]), None) is None:
-            raise ValueError(f"`dataset_name` must have a block of text or more; split {split} of the stream has none")
+            raise ValueError(
+                f"`dataset_name` must have at least one block of text; split {split} of the stream has none"
+            )
     if data.streaming:
         blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)
     if data.max_eval_blocks:
@@ -360,7 +363,7 @@ def make_blocks(
 
 
 def load_texts(data: DataArguments) -> DatasetDict | IterableDatasetDict:
-    """The documents of the splits `train` and `validation`."""
+    """Loads the documents of the splits `train` and `validation`."""
     return load_documents(
         data.dataset_name,
         data.dataset_config_name,
@@ -380,7 +383,7 @@ def make_tokenizer(
 
 
 def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model with new weights, or the checkpoint to fine-tune, in float32."""
+    """Builds a model with new weights, or loads the checkpoint to fine-tune, in float32."""
     engine = arguments.model.attn_implementation
     if engine is None:
         soft_caps = "flex_attention" if torch.cuda.is_available() else "eager"
@@ -415,11 +418,11 @@ def _callback(trainer: Trainer, callback_type: type) -> TrainerCallback:
 
 def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     """
-    Trains, evaluates, saves, reports, and shows what to do next.
+    Trains, evaluates, saves, reports, and prints what to do next.
 
     Returns:
-        The results, as they are in `results.json`; `None` in processes other than the main one, and after SIGTERM,
-        which ends the run with a checkpoint.
+        The results, as in `results.json`; `None` in processes other than the main one, and after SIGTERM, which ends
+        the run with a checkpoint.
     """
     args = trainer.args
     folder = Path(args.output_dir)
@@ -428,7 +431,7 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
 
     if args.resume_from_checkpoint:
-        args.eval_on_start = False  # that was the first start, whose evaluation is in the checkpoint's log
+        args.eval_on_start = False  # done at the first start; the checkpoint's log has it
     if trainer.teacher is not None:
         trainer.teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
         if is_main:
@@ -437,12 +440,14 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
         if is_main:
-            print(f"Saved step {trainer.state.global_step}. Go on with: lsgpt train --resume_from_checkpoint {folder}")
+            print(
+                f"Saved step {trainer.state.global_step}. Resume with: lsgpt train --resume_from_checkpoint {folder}"
+            )
         return None
     if trainer.adapters is not None:
         trainer.adapters.merge_and_unload()
-    # First of all the weights: nothing that goes wrong from here on loses them.
-    trainer.save_model(_internal_call=True)  # as `save_model()`, but a push waits for the report
+    # Save the weights first, so that no later failure can lose them.
+    trainer.save_model(_internal_call=True)  # like `save_model()`, but without a push, which waits for the report
     last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
     if last_log.get("step") != trainer.state.global_step or trainer.compute_metrics.loss_by_position is None:
         last_log = trainer.evaluate()
@@ -453,12 +458,12 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
 
 
 def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
-    """Writes what the main process says about the run, which has ended, and returns the results."""
+    """Writes and prints the main process's report on the finished run, and returns the results."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     results = _collect_results(trainer, arguments, evaluation, seconds)
-    write_results(folder, results)  # before anything that could go wrong, such as plots
-    unset_hf_deepspeed_config()  # ZeRO-3 would spread this model too, over processes that are no longer here
-    # Read back: that works however the weights were spread over processes, and shows that the checkpoint loads.
+    write_results(folder, results)  # before anything that could fail, such as plots
+    unset_hf_deepspeed_config()  # ZeRO-3 would shard this model too, over processes that are no longer here
+    # Load the model again: this works however the weights were sharded, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
     max_logits = measure_max_logits(model, **inputs)
@@ -493,7 +498,7 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
     tokens_per_step = blocks_per_step * arguments.data.block_size
     return {
         "status": "finished" if bad_step is None else f"diverged at step {bad_step}",
-        # `eval_loss` of the Trainer is a mean over batches, this one over tokens.
+        # The Trainer's `eval_loss` is a mean over batches, this one a mean over tokens.
         "eval_loss": math.log(perplexity),
         "eval_perplexity": perplexity,
         "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
@@ -515,19 +520,19 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
 
 
 def largest(values: list[float]) -> float | None:
-    """The maximum, which is NaN if one of them is; None without values."""
+    """Returns the maximum of the values: NaN if one of them is NaN, None if there are none."""
     return next((value for value in values if math.isnan(value)), max(values)) if values else None
 
 
 def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The first block of the evaluation data."""
+    """Returns the first block of the evaluation data as a batch."""
     return collate_blocks(list(trainer.eval_dataset.take(1)))
 
 
 def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:
     """
-    Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions. From logits that
-    are NaN, as those of a run that diverged may be, comes a text without a meaning, and no error.
+    Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions. If the logits are
+    NaN, as they may be after a run that diverged, the text is meaningless, but there is no error.
     """
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)

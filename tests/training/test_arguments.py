@@ -149,14 +149,14 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(ValueError, match=r"`output_dir` must be a new or an empty folder.*choose another"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
     write_checkpoint(tmp_path / "run" / "checkpoint-9", "{}")
-    with pytest.raises(ValueError, match=r"To go on with the run in it: --resume_from_checkpoint .*run$"):
+    with pytest.raises(ValueError, match=r"To resume the run in it: --resume_from_checkpoint .*run$"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
 
 
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "run", Path("/proc/run")):  # not even root writes there
-        with pytest.raises(ValueError, match="`output_dir` must be a folder that can be written"):
+        with pytest.raises(ValueError, match="`output_dir` must be a writable folder"):
             make_folder(parse_arguments("demo", ["--output_dir", str(folder)]))
     with pytest.raises(ValueError, match="`output_dir` must be a folder; got"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "file")]))
@@ -207,7 +207,7 @@ def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tm
     assert arguments.training.output_dir == "x"
     recipe = write_recipe(tmp_path, f"resume_from_checkpoint: {run}")  # in a recipe, as on the command line
     assert parse_arguments(recipe).training.resume_from_checkpoint == str(run / "checkpoint-10")
-    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be or hold a complete checkpoint; got"):
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be or contain a complete checkpoint; got"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path)])
 
 
@@ -215,10 +215,10 @@ def test_a_run_that_ended_before_its_first_checkpoint(tmp_path):
     """Neither message sends to the other."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("max_steps: 17\n")
-    with pytest.raises(ValueError, match="It has no checkpoint to go on with: choose another folder, or delete"):
+    with pytest.raises(ValueError, match="It has no checkpoint to resume from: choose another folder, or delete"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
     recipe = tmp_path / "run" / "recipe.yaml"
-    with pytest.raises(ValueError, match=f"ended before its first one; start it again: lsgpt train {recipe}"):
+    with pytest.raises(ValueError, match=f"ended before its first checkpoint; start it again: lsgpt train {recipe}"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
 
 
@@ -246,7 +246,7 @@ def test_processes_that_would_not_train_together(monkeypatch):
 def test_shipped_recipes(name, tiny_model, tmp_path):
     overrides = ["--use_cpu", "true"]
     if name in ("finetune", "heal"):
-        with pytest.raises(ValueError, match="`model_name_or_path` must be set without a `preset`"):
+        with pytest.raises(ValueError, match="`model_name_or_path` must be set if there is no `preset`"):
             parse_arguments(name, overrides)
         tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "checkpoint")
         overrides += ["--model_name_or_path", str(tmp_path / "checkpoint")]

@@ -143,7 +143,7 @@ def test_a_checkpoint_without_its_averages_is_an_error(whole, tmp_path, fault):
     elif fault == "of another step":
         shutil.copy(folder / "checkpoint-6" / "averaged.safetensors", file)
     elif fault == "of another kind":
-        message = rf"`kind` of average must be bema, that of the checkpoint {checkpoint}, .*; got ema-warmup"
+        message = rf"`kind` of average must be bema, as in the checkpoint {checkpoint}, .*; got ema-warmup"
     else:
         output = tmp_path / "new"
         message = rf"looked for {output / 'checkpoint-3' / 'averaged.safetensors'}\. If the checkpoint is in another"
@@ -300,7 +300,7 @@ def test_two_averages_of_one_training(tmp_path):
         "train_loss",
     }
     for other in (AveragedWeightsCallback(name="ema"), AveragedWeightsCallback(name="x", evaluate="averaged")):
-        with pytest.raises(ValueError, match="two AveragedWeightsCallbacks of one Trainer must have two names"):
+        with pytest.raises(ValueError, match="two AveragedWeightsCallbacks of one Trainer must have different names"):
             other.attach(trainer)
 
 
@@ -376,7 +376,7 @@ def test_an_lsgpt_with_the_code_and_whenever_asked(tiny_model, tmp_path):
         ({"every_n_steps": 0}, "`every_n_steps` must be a whole number of at least 1; got 0"),
         ({"every_n_steps": 2.5}, "`every_n_steps` must be a whole number of at least 1; got 2.5"),
         ({"evaluate": "all"}, "`evaluate` must be one of raw, averaged, both; got 'all'"),
-        ({"name": "a/b"}, "`name` must be of letters, digits, _ and -, .*; got 'a/b'"),
+        ({"name": "a/b"}, "`name` must consist of letters, digits, _ and -, .*; got 'a/b'"),
     ],
 )
 def test_values_that_cannot_be(values, message):
@@ -386,7 +386,7 @@ def test_values_that_cannot_be(values, message):
 
 def test_models_that_do_not_fit(tmp_path):
     callback, model = AveragedWeightsCallback(), gpt2()
-    with pytest.raises(ValueError, match="there is no average yet: it begins with"):
+    with pytest.raises(ValueError, match="there is no average yet: it starts with"):
         callback.save_pretrained(model, tmp_path / "x")
     train(model, tmp_path, callback)
     model.transformer.ln_f.requires_grad_(False)
@@ -395,7 +395,7 @@ def test_models_that_do_not_fit(tmp_path):
     model.requires_grad_(False)
     trainer = trainer_of(model, tmp_path, callback)
     trainer.state.global_step = 0
-    with pytest.raises(ValueError, match="`model` must have a parameter that is trained"):
+    with pytest.raises(ValueError, match="`model` must have a trainable parameter"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
 
 

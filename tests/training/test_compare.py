@@ -82,7 +82,7 @@ def test_comparison_goes_on_where_it_was(tmp_path):
         time.sleep(0.01)
     program.process.terminate()  # SIGTERM
     assert program.wait() == 2
-    assert "The same command goes on with it" in program.errors
+    assert "Run the same command again to continue" in program.errors
     assert not (folder / "report.md").exists()
 
     arms = {"arms": ["ls", "wild"], "num_seeds": 1, "arms_file": "arms.yaml"}
@@ -125,7 +125,7 @@ def test_a_run_starts_anew_where_nobody_can_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arms": ["msha"]}, "`--arms` must be of ls, mhsa, .*; got 'msha'; did you mean 'mhsa'"),
+        ({"arms": ["msha"]}, "`--arms` must be among ls, mhsa, .*; got 'msha'; did you mean 'mhsa'"),
         ({"arms": ["ls"], "num_seeds": 0}, "`--seeds` must be at least 1; got 0"),
         ({"arms": ["ls"], "overrides": ["--max_stps", "1"]}, "did you mean '--max_steps'"),
         ({"arms": ["ls"], "arms_file": "nowhere.yaml"}, "arms nowhere.yaml cannot be read"),

@@ -215,7 +215,7 @@ def test_what_is_wrong_with_data_is_said(tmp_path, streaming):
             load_documents(str(tmp_path / name), streaming=streaming, **arguments)
 
     (tmp_path / "corpus").mkdir()
-    check("must be or hold files of one of .txt, .jsonl, .json, .parquet; .* has no such file")
+    check("a folder of files, of one of the types .txt, .jsonl, .json, .parquet; .* has no such file")
     write_json_lines(tmp_path / "corpus" / "a.jsonl", TEXTS, column="body")
     check(r"`text_column` must be one of the columns of .* \(id, body\); got 'text'")
     check("got 'bdy'; did you mean 'body'", text_column="bdy")

@@ -237,7 +237,7 @@ def test_values_that_cannot_be(make, message):
     [
         (None, "`labels` must be among the columns of the data"),
         (torch.zeros(2, 5), "`labels` must be whole numbers, one class for each example; got torch.float32"),
-        (torch.zeros(2, 4, dtype=torch.int64), r"the shape of `labels` and a dimension more; got \(2, 5, 7\) and \(2"),
+        (torch.zeros(2, 4, dtype=torch.int64), r"shape of `labels` and one more dimension; got \(2, 5, 7\) and \(2"),
     ],
 )
 def test_labels_that_do_not_fit(labels, message):

@@ -52,7 +52,7 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
         assert f"]({plot}.png)" in report
         assert imread(tmp_path / f"{plot}.png").ndim == 3
     assert "perplexity.png" not in report  # nothing to draw
-    assert "the heat map\nhas those of the trained model in one block" in report
+    assert "The heat map\nshows those of the trained model in one block" in report
 
 
 def test_results_are_json_whatever_the_numbers(tmp_path):

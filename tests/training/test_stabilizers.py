@@ -59,7 +59,7 @@ def test_ways_to_name_them():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("z_loss", "`stabilizers` must be of qk-norm, .*; got 'z_loss'; did you mean 'z-loss'"),
+        ("z_loss", "`stabilizers` must be among qk-norm, .*; got 'z_loss'; did you mean 'z-loss'"),
         ({"z-loss": -1}, "`stabilizers` must have a positive number, true or false for z-loss; got -1"),
         ({"z-loss": "much"}, "got 'much'"),
         ({"softcap": float("inf")}, "got inf"),

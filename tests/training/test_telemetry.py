@@ -159,7 +159,7 @@ def test_one_callback_for_a_training(tiny_model, tmp_path):
     model, callback = tiny_model().train(), LogitTelemetryCallback(1)
     for _ in range(2):
         train(model, tmp_path, callback, max_steps=1)
-    with pytest.raises(ValueError, match="must have one LogitTelemetryCallback at most; got two"):
+    with pytest.raises(ValueError, match="must contain at most one LogitTelemetryCallback; got two"):
         train(model, tmp_path, LogitTelemetryCallback(1), LogitTelemetryCallback(50))
 
 

@@ -160,7 +160,7 @@ def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     wait_for(stopped / "metrics.jsonl", program)
     program.process.terminate()  # SIGTERM
     assert program.wait() == 0, program.errors
-    step = int(re.search(r"Saved step (\d+)\. Go on with: lsgpt train --resume_from_checkpoint", program.output)[1])
+    step = int(re.search(r"Saved step (\d+)\. Resume with: lsgpt train --resume_from_checkpoint", program.output)[1])
     assert 1 <= step < 4000
     assert (stopped / f"checkpoint-{step}" / "model.safetensors").is_file()
     assert not (stopped / "results.json").exists()
