@@ -12,7 +12,7 @@ PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code (3 to 4 minutes on 2 CPU cores)
+demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code (about 3 minutes on 2 CPU cores)
 	$(VENV)/bin/lsgpt train
 
 # `worksteal`: each process begins with one half of the files, so that hardly any shared fixture is made twice.

@@ -61,7 +61,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 2.0),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 1.5),
         "paper": Scale("paper-v1", {}, 3, 4000.0),
     }
 

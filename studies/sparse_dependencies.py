@@ -67,7 +67,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
         ),
     }
     scales = {
-        "micro": Scale("micro", {"learning_rate": 3e-2, "max_steps": 600}, 3, 1.0),
+        "micro": Scale("micro", {"learning_rate": 3e-2, "max_steps": 600}, 3, 0.7),
         # The data loading workers make the masks, which have four million booleans for each block.
         "paper": Scale(
             "paper-v1",

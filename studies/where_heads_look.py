@@ -64,7 +64,7 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 1000}, 3, 0.5),
+        "micro": Scale("micro", {"max_steps": 1000}, 3, 0.4),
         "paper": Scale("paper-v1", {}, 3, 500.0),
     }
 
