@@ -1,5 +1,6 @@
 """Where do the heads of trained models look, and is the far past sparse?"""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
             for kind, local in (("global", False), ("local", True)):
                 if not any(is_local == local for row in of_arm[0]["is_local"] for is_local in row):
                     continue
-                cells = [format_values(_mean_over_heads(run, name, local) for run in of_arm) for name in FIGURES]
+                values = [[_mean_over_heads(run, name, local) for run in of_arm] for name in FIGURES]
+                # Local heads have no far keys, and so no entropy over them.
+                cells = [format_values(x for x in of_figure if not math.isnan(x)) for of_figure in values]
                 rows.append([f"`{arm}`, {kind} heads", *cells])
         words = "\n".join(f"- {title}: {text}" for title, text in FIGURES.values())
         return f"{table(rows, ['heads', *(title for title, _ in FIGURES.values())])}\n\n{words}"
