@@ -185,6 +185,8 @@ def write_report(study: Study, folder: str | Path) -> Path:
     seeds = {arm: len(values) for arm, values in runs.items()}
     scales = sorted({line["scale"] for line in lines})
     counts = sorted(set(seeds.values()))
+    wanted = sum(len(study.arms(scale)) * study.scales[scale].num_seeds for scale in scales)
+    made = f"{len(lines)} runs" if len(lines) >= wanted else f"so far {len(lines)} of {wanted} runs,"
     command = " ".join(["lsgpt study", study.name, "--scale", scales[0], *lines[0]["fields"]])
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     seconds = sum(line["seconds"] for line in lines)
@@ -202,7 +204,7 @@ What counts as seen and as the opposite was written down before the runs; anythi
 
 {study.protocol}
 
-Scale {", ".join(scales)}: {len(lines)} runs of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
+Scale {", ".join(scales)}: {made} of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
 {format_duration(seconds)} of computing, all runs added up. Figures are means ± sample standard deviations over seeds.
 Again: `{command}`; this page alone: `lsgpt study {study.name} --report FOLDER`.
 
