@@ -123,7 +123,13 @@ that has no number, because it diverged, leaves a verdict at not seen."""
     def report(self, runs: Runs, folder: Path) -> str:
         """Final figures, and the largest logit over time and by kind of head."""
         by_kind = [
-            [f"`{arm}`", *(format_values((_largest(run, kind) for run in of_arm), 1) for kind in ("global", "local"))]
+            [
+                f"`{arm}`",
+                *(
+                    format_values((_largest(run, kind) for run in of_arm if f"max_logit_{kind}" in run["curves"]), 1)
+                    for kind in ("global", "local")
+                ),
+            ]
             for arm, of_arm in runs.items()
         ]
         curves = {arm: [points(run["curves"]["max_logit"]) for run in of_arm] for arm, of_arm in runs.items()}
@@ -146,9 +152,9 @@ def _verdict(first: list[float], second: list[float]) -> str:
 
 
 def _largest(run: dict, kind: str) -> float:
-    """The largest logit of one kind of head during training; NaN if there are no such heads or one is not finite."""
-    values = [value for _, value in points(run["curves"].get(f"max_logit_{kind}", ()))]
-    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
+    """The largest logit of one kind of head during training; NaN if one is not finite."""
+    values = [value for _, value in points(run["curves"][f"max_logit_{kind}"])]
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:
