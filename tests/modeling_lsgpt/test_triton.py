@@ -94,10 +94,11 @@ def test_attention_in_float32_of_a_half_precision_model(tiny_model):
         layer.in_float32 = True
         each(ids)
     plain, in_float32, _, expected = outputs
-    # Both round float32 numbers to half precision that are the same but for the order of sums, so hardly any differ:
-    # by one place, or, near zero, by the error of sums of numbers around 1.
-    torch.testing.assert_close(in_float32, expected, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
-    assert (in_float32 == expected).float().mean() > 0.99 > (plain == expected).float().mean()
+    # Both round float32 numbers to half precision that are the same up to the order of sums. So hardly any differ, and
+    # by one place, or near zero by the rounding error of float32 for the largest numbers, which the sums contain.
+    rounding = torch.finfo(torch.float32).eps / 2 * expected.abs().max().item()
+    torch.testing.assert_close(in_float32, expected, rtol=torch.finfo(torch.float16).eps, atol=rounding)
+    assert (in_float32 == expected).float().mean() > 0.995 > (plain == expected).float().mean()
 
 
 def test_custom_masks_go_to_sdpa(models):
