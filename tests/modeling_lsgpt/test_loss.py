@@ -19,11 +19,11 @@ def batch(length=45):
     return torch.randint(97, (2, length))
 
 
-def loss_and_gradients(model, autocast=False, **inputs):
+def loss_and_gradients(model, autocast=False, loss_scale=1, **inputs):
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = model(**inputs)
-    output.loss.backward()
+    (output.loss * loss_scale).backward()
     return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -153,8 +153,10 @@ def test_loss_without_logits_in_bfloat16_is_not_rounded(tiny_model):
 def test_loss_of_a_model_in_half_precision(tiny_model, dtype):
     model = tiny_model(dtype, initializer_range=0.02).train()
     input_ids = batch()
-    usual, usual_gradients = loss_and_gradients(model, input_ids=input_ids, labels=input_ids)
-    output, gradients = loss_and_gradients(model, input_ids=input_ids, labels=input_ids, skip_logits=True)
+    # As in training in float16, whose smallest numbers have few bits.
+    inputs = {"input_ids": input_ids, "labels": input_ids, "loss_scale": 2**10}
+    usual, usual_gradients = loss_and_gradients(model, **inputs)
+    output, gradients = loss_and_gradients(model, skip_logits=True, **inputs)
     assert is_fused(output.loss)
     torch.testing.assert_close(output.loss, usual.loss, rtol=1e-5, atol=0)
     for name, usual_gradient in usual_gradients.items():
