@@ -18,6 +18,9 @@ from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, 
 MARK, ASK = 0, 1
 """The two tokens that are not symbols."""
 
+MIN_SIZE = 4
+"""Shortest string to copy."""
+
 SEED_OF_EVALUATION = 2**31
 """Never the seed of a run, so models are evaluated on rows that they were not trained on."""
 
@@ -45,15 +48,15 @@ class LongRange(Study):
 LS-attention keeps one head or a few for the far past, because long-range dependencies are sparse. Language modelling
 rewards little else than the near past. What does the split cost in tasks that are all about the far past?"""
     protocol = """\
-Three tasks, each row of which is new. `recall` (multi-query associative recall, arXiv:2312.04927): a row begins with
-pairs of a key and a value, and in the filler after them keys stand alone, each of which asks for its value. `copy`:
-a string of different symbols after a marker comes again after a gap and the marker. `needle`: a single marked value
-in a row of values, for which questions ask from all over the rest of the row. Only answers count, in the loss and in
-the accuracy: the share of answers, in 512 new rows, to which the model gives the highest probability. An answer is
-far when it was given so long before that local heads cannot reach it, not even one layer after the other: more than
-(W - 1) x layers tokens before the question. At `micro`: 2 layers of 6 heads of width 8, rotary positions, rows of
-256 tokens with 32 answers (`recall`: 8 pairs), W = 12. Arms are named after the task and the number of global
-heads."""
+Three tasks, each row of which is new. `recall` (multi-query associative recall, arXiv:2312.04927): a row consists of
+pairs of a random key and the value that this row has drawn for it; the answer is the value of any key that has come
+before. `copy`: a string of different symbols, of random length, comes again and again; the answer is each of its
+symbols but for the first time. `needle`: a single marked value in a row of values, for which questions ask from all
+over the rest of the row, without telling the answer. Only answers count, in the loss and in the accuracy: the share of
+answers, in 512 new rows, to which the model gives the highest probability. An answer is far when it was last given so
+long before that local heads cannot reach it, not even one layer after the other: more than (W - 1) x layers tokens
+before the question. At `micro`: 2 layers of 6 heads of width 16, rotary positions, rows of 128 tokens of 64 symbols,
+W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the number of global heads."""
     claims = {
         **{
             f"one-head-{task}": Claim(
@@ -89,14 +92,13 @@ heads."""
             None,
             {
                 "preset": "demo",
-                "config": {"vocab_size": 64, "hidden_size": 48, "max_position_embeddings": 256, "sliding_window": 12},
-                "num_answers": 32,
+                "config": {"vocab_size": 64, "hidden_size": 96, "max_position_embeddings": 128, "sliding_window": 12},
                 "global_heads": (0, 1, 2, 6),
                 "eval_rows": 512,
                 "options": {
                     "max_steps": 1500,
                     "per_device_train_batch_size": 16,
-                    "learning_rate": 1e-2,
+                    "learning_rate": 3e-3,
                     "warmup_steps": 100,
                 },
             },
@@ -108,7 +110,6 @@ heads."""
             {
                 "preset": "paper-v1",
                 "config": {"vocab_size": 1024, "position_embedding_type": "rope"},
-                "num_answers": 256,
                 "global_heads": (0, 1, 2, 6),
                 "eval_rows": 512,
                 "options": {
@@ -134,15 +135,15 @@ heads."""
         settings = self.scales[scale].fields
         task, num_global_heads = self.arms(scale)[arm]
         config = load_preset(settings["preset"], **settings["config"], num_global_heads=num_global_heads)
-        length, num_answers = config.max_position_embeddings, settings["num_answers"]
+        length = config.max_position_embeddings
 
         def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
-            row = TASKS[task](generator, length, num_answers, config.vocab_size)
+            row = TASKS[task](generator, length, config.vocab_size)
             return {"input_ids": row.input_ids, "labels": row.labels}
 
         model, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", settings["options"])
         generator = np.random.default_rng(SEED_OF_EVALUATION)
-        rows = [TASKS[task](generator, length, num_answers, config.vocab_size) for _ in range(settings["eval_rows"])]
+        rows = [TASKS[task](generator, length, config.vocab_size) for _ in range(settings["eval_rows"])]
         is_right, distances = answer(model, rows)
         is_far = distances - 1 > config.num_hidden_layers * (config.sliding_window - 1)
         by_distance = [is_right[distances == distance] for distance in range(1, length)]
@@ -223,46 +224,40 @@ def _share(is_right: np.ndarray) -> float:
     return float(is_right.mean()) if len(is_right) else float("nan")
 
 
-def split_symbols(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The token ids of keys, values and filler, each a third of those that are neither `MARK` nor `ASK`."""
-    third = (vocab_size - 2) // 3
-    keys, values, filler = 2 + np.arange(3 * third).reshape(3, third)
-    return keys, values, filler
+def split_symbols(vocab_size: int) -> np.ndarray:
+    """The token ids of keys and values `(2, N)`, each a half of those that are neither `MARK` nor `ASK`."""
+    return 2 + np.arange((vocab_size - 2) // 2 * 2).reshape(2, -1)
 
 
-def make_recall(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """Key-value pairs, a quarter as many as questions, followed by single keys, which ask for their values."""
-    keys, values, filler = split_symbols(vocab_size)
-    num_pairs = num_answers // 4
-    ids = generator.choice(filler, length)
-    key = ids[: 2 * num_pairs : 2] = generator.choice(keys, num_pairs, replace=False)
-    value = ids[1 : 2 * num_pairs : 2] = generator.choice(values, num_pairs)
-    asked = 2 * (num_pairs + generator.permutation(length // 2 - num_pairs)[:num_answers])
-    wanted = generator.integers(num_pairs, size=num_answers)
-    ids[asked] = key[wanted]
-    return _row(ids, asked + 1, value[wanted], asked - 2 * wanted)
+def make_recall(generator: np.random.Generator, length: int, vocab_size: int) -> Row:
+    """Pairs of a key and the value that belongs to it in this row; the answers are values of keys that came before."""
+    keys, values = split_symbols(vocab_size)
+    ids = np.empty(length // 2 * 2, dtype=np.int64)
+    which = generator.integers(len(keys), size=length // 2)
+    ids[::2], ids[1::2] = keys[which], generator.choice(values, len(keys))[which]
+    last = np.full(len(keys), -1)
+    since = np.zeros(len(which), dtype=np.int64)
+    for i, key in enumerate(which):
+        since[i] = 2 * (i - last[key]) if last[key] >= 0 else 0
+        last[key] = i
+    asked = np.flatnonzero(since)
+    return _row(ids, 2 * asked + 1, ids[2 * asked + 1], since[asked])
 
 
-def make_copy(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """A marker and `num_answers` different symbols, a gap of filler, and then the same again as the answer."""
-    keys, values, filler = split_symbols(vocab_size)
-    ids = generator.choice(filler, length)
-    size = num_answers + 1
-    string = generator.choice(np.concatenate((keys, values)), num_answers, replace=False)
-    distance = generator.integers(size, length - size + 1)
-    start = generator.integers(0, length - size - distance + 1)
-    for begin in (start, start + distance):
-        ids[begin] = MARK
-        ids[begin + 1 : begin + size] = string
-    places = start + distance + 1 + np.arange(num_answers)
-    return _row(ids, places, string, np.full(num_answers, distance))
+def make_copy(generator: np.random.Generator, length: int, vocab_size: int) -> Row:
+    """A string of different symbols, of random length, again and again; all but the first time it is the answer."""
+    size = generator.integers(MIN_SIZE, min(vocab_size - 2, length // 2) + 1)
+    string = 2 + generator.permutation(vocab_size - 2)[:size]
+    places = np.arange(size, length)
+    ids = np.resize(string, length)
+    return _row(ids, places, ids[places], np.full(len(places), size))
 
 
-def make_needle(generator: np.random.Generator, length: int, num_answers: int, vocab_size: int) -> Row:
-    """A marked value among other values, then `num_answers` questions, to all of which it is the answer."""
-    _, values, _ = split_symbols(vocab_size)
+def make_needle(generator: np.random.Generator, length: int, vocab_size: int) -> Row:
+    """A marked value among other values, then questions in an eighth of the row, to all of which it is the answer."""
+    _, values = split_symbols(vocab_size)
     ids = generator.choice(values, length)
-    places = 2 * np.sort(generator.permutation(length // 2)[: num_answers + 1])
+    places = 2 * np.sort(generator.permutation(length // 2)[: length // 8 + 1])
     needle, asked = places[0], places[1:]
     ids[needle], ids[asked] = MARK, ASK
     return _row(ids, asked + 1, ids[needle + 1], asked - needle)
