@@ -117,8 +117,8 @@ Differences are taken seed by seed, since all arms of a seed share a model.
 
 At `micro` problems are sums of three numbers of up to five digits, as many of each length. A small LSGPT, whose window
 covers all of a sum, first learns from examples to write down the sum of the first two and that of all three, both with
-the last digit first, then `</think>`, then the answer, until 30% of its answers to other sums are right. At `paper` the
-model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If neither
+the last digit first, then `</think>`, then the answer, until 30% of its answers to other sums are right. At `paper`
+the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If neither
 training raises pass@1, comparing the two says nothing, and stays open."""
     claims = {
         "pass-32": Claim(
