@@ -115,7 +115,7 @@ the unbiased estimator (arXiv:2107.03374) from 64 samples of each problem at `mi
 and with soft thinking. The claims compare soft thinking of `soft-grpo` with discrete thinking of `grpo` and `none`.
 Differences are taken seed by seed, since all arms of a seed share a model.
 
-At `micro` problems are sums of three numbers of up to five digits, as many of each length. A small LSGPT, whose window
+At `micro` problems are sums of three numbers of up to seven digits, as many of each length. A small LSGPT, whose window
 covers all of a sum, first learns from examples to write down the sum of the first two and that of all three, both with
 the last digit first, then `</think>`, then the answer, until 30% of its answers to other sums are right. At `paper`
 the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If neither
@@ -152,17 +152,17 @@ training raises pass@1, comparing the two says nothing, and stays open."""
             None,
             {
                 "num_terms": 3,
-                "num_digits": 5,
+                "num_digits": 7,
                 "preset": "demo",
                 "config": {
                     "hidden_size": 72,
                     "num_global_heads": 2,
-                    "sliding_window": 40,
+                    "sliding_window": 56,
                     "max_position_embeddings": 64,
                     "position_embedding_type": "learned",
                 },
                 "right_enough": 0.3,
-                "check_every_n_steps": 5,
+                "check_every_n_steps": 10,
                 "supervised_options": {
                     "max_steps": 4000,
                     "per_device_train_batch_size": 64,
@@ -170,11 +170,11 @@ training raises pass@1, comparing the two says nothing, and stays open."""
                     "warmup_steps": 100,
                 },
                 "options": {
-                    "max_steps": 300,
+                    "max_steps": 200,
                     "per_device_train_batch_size": 256,
                     "steps_per_generation": 2,
                     "learning_rate": 3e-4,
-                    "max_completion_length": 26,
+                    "max_completion_length": 32,
                     "gradient_checkpointing": False,
                 },
                 "num_problems": 10_000,
