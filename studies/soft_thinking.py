@@ -115,11 +115,11 @@ the unbiased estimator (arXiv:2107.03374) from 64 samples of each problem at `mi
 and with soft thinking. The claims compare soft thinking of `soft-grpo` with discrete thinking of `grpo` and `none`.
 Differences are taken seed by seed, since all arms of a seed share a model.
 
-At `micro` problems are sums of three numbers of up to seven digits, as many of each length. A small LSGPT, whose window
-covers all of a sum, first learns from examples to write down the sum of the first two and that of all three, both with
-the last digit first, then `</think>`, then the answer, until 30% of its answers to other sums are right. At `paper`
-the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If neither
-training raises pass@1, comparing the two says nothing, and stays open."""
+At `micro` problems are sums of three numbers of up to seven digits, as many of each length. A small LSGPT, whose
+window covers all of a sum, first learns from examples to write down the sum of the first two and that of all three,
+both with the last digit first, then `</think>`, then the answer, until 30% of its answers to other sums are right. At
+`paper` the model is DeepSeek-R1-Distill-Qwen-1.5B, one of the published ones, and the problems are those of GSM8K. If
+neither training raises pass@1, comparing the two says nothing, and stays open."""
     claims = {
         "pass-32": Claim(
             "SofT-GRPO raises pass@32 above that of GRPO",
