@@ -4,6 +4,7 @@ Named on the command line only (`make test-pretrained`): it needs that package, 
 Python's standard library; trainings are a few steps long.
 """
 
+import math
 import re
 import shlex
 from importlib.util import find_spec
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lsgpt_cli
 from lsgpt.conversion import calibration, load_pretrained
+from lsgpt.training.soft_grpo import SoftGRPOConfig, SoftGRPOTrainer
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text(encoding="utf-8")
@@ -59,6 +62,36 @@ def test_with_all_heads_global_it_is_the_source(folder):
     answers = [each.generate(**prompt, max_new_tokens=12, do_sample=False) for each in (source, model)]
     assert torch.equal(*answers)
     assert "Paris" in tokenizer.decode(answers[1][0])
+
+
+def test_soft_grpo_trains_it(folder):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("global"), AutoTokenizer.from_pretrained("global")
+    tokenizer.add_tokens("</think>")
+    model.resize_token_embeddings(len(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained("thinker")
+    args = SoftGRPOConfig(
+        "runs/soft-grpo",
+        max_steps=3,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=16,
+        max_thinking_tokens=8,
+        learning_rate=1e-5,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    problems = Dataset.from_dict({"prompt": [f"What is {i} + {i}? It is" for i in range(12)]})
+    # Never the same for all samples of a prompt, so that there is something to learn.
+    rewards = lambda completions, **_: [float(i) for i in range(len(completions))]  # noqa: E731
+    trainer = SoftGRPOTrainer("thinker", rewards, args, train_dataset=problems)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 3 and all(math.isfinite(log["loss"]) and 0 < log["grad_norm"] < math.inf for log in logs)
+    before, after = (each.get_parameter("model.layers.0.self_attn.q_proj.weight") for each in (model, trainer.model))
+    assert not torch.equal(after, before)
 
 
 def test_the_commands_of_the_page(folder, capsys, monkeypatch):
