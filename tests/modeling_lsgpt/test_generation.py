@@ -184,7 +184,7 @@ def test_static_cache_compiled(tiny_model, fresh_compiler):
         logits = model(input_ids, past_key_values=cache, use_cache=True).logits
         for _ in range(NEW_TOKENS):
             text = torch.cat((text, logits[:, -1:].argmax(-1)), dim=-1)
-            logits = decode(text[:, -1:], past_key_values=cache, use_cache=True).logits
+            logits = decode(text[:, -1:].contiguous(), past_key_values=cache, use_cache=True).logits
     assert torch.equal(text, expected)
 
 
