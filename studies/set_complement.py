@@ -160,7 +160,7 @@ of width 12, W = 3; 1,000 steps of 64 rows."""
                 "options": {"max_steps": 1000, "per_device_train_batch_size": 64, "warmup_steps": 100},
             },
             30,
-            1.0,
+            0.6,
         ),
         "paper": Scale(
             None,
