@@ -111,7 +111,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
                 },
             },
             5,
-            0.7,
+            0.4,
         ),
         "paper": Scale(
             None,
