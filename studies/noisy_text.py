@@ -71,7 +71,7 @@ run has diverged when its loss became not finite or ended above that of guessing
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 300, "warmup_steps": 50}, 5, 0.6),
+        "micro": Scale("micro", {"max_steps": 600}, 5, 0.6),
         # Batches are small because the loss is computed outside the model, which therefore returns all of its logits.
         "paper": Scale(
             "paper-v1",
