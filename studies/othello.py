@@ -128,7 +128,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
                 },
             },
             3,
-            1.3,
+            0.8,
         ),
         "paper": Scale(
             None,
