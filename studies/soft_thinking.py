@@ -182,8 +182,8 @@ neither training raises pass@1, comparing the two says nothing, and stays open."
                 "eval_samples": 64,
                 "eval_batch_size": 1024,
             },
-            5,
-            1.0,
+            3,
+            0.4,
         ),
         "paper": Scale(
             None,
