@@ -36,7 +36,7 @@ class Row(NamedTuple):
     labels: np.ndarray
     """`(n,)`: answers, and -100 elsewhere. As usual in causal models, answers are predicted from the token before."""
     distances: np.ndarray
-    """`(n,)`: for each answer, the number of tokens since the place where it was given, and 0 elsewhere."""
+    """`(n,)`: for each answer, the number of tokens since the place where it was last given, and 0 elsewhere."""
 
 
 class LongRange(Study):
