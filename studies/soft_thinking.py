@@ -26,7 +26,7 @@ from transformers import (
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.training import LSGPTTrainer
+from lsgpt.training import LSGPTTrainer, find_end_of_thinking, generate_soft_thinking
 from lsgpt.training.plots import plot_curves
 from lsgpt.training.report import points_of
 from lsgpt.utilities import table
@@ -508,8 +508,6 @@ def count_right(
     settings: Mapping[str, Any],
 ) -> list[int]:
     """Counts the right samples of each problem, with discrete or soft thinking."""
-    from lsgpt.training.soft_grpo import find_end_of_thinking, generate_soft_thinking  # noqa: PLC0415
-
     num_samples, batch_size = settings["eval_samples"], settings["eval_batch_size"]
     common = {
         "max_new_tokens": settings["options"]["max_completion_length"],
