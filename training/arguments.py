@@ -507,7 +507,7 @@ def make_folder(arguments: Arguments):
 
 
 def _bytes_to_write(arguments: Arguments) -> int:
-    """Returns the bytes that the run may still write: final weights, and one checkpoint more than it keeps."""
+    """Returns the bytes that the run may still write: final weights, and the checkpoints that it keeps."""
     args, folder = arguments.training, Path(arguments.training.output_dir)
     weights = 4 * arguments.build_config().num_parameters()
     size = weights if args.save_only_model else 3 * weights  # with Adam's two moments
@@ -515,11 +515,21 @@ def _bytes_to_write(arguments: Arguments) -> int:
     if averaging := arguments.run.averaging:
         averaged = weights
         size += AVERAGES[averaging["kind"]].copies * weights
-    # A new checkpoint is written before an old one is deleted. Existing checkpoints already take up their space.
     checkpoints = 0
-    if args.save_strategy != "no":
-        checkpoints = max((args.save_total_limit or 1) + 1 - len(list(folder.glob("checkpoint-*"))), 1)
+    if args.save_strategy != "no":  # existing checkpoints already take up their space
+        checkpoints = max(_max_checkpoints(arguments) - len(list(folder.glob("checkpoint-*"))), 1)
     return weights + averaged + checkpoints * size
+
+
+def _max_checkpoints(arguments: Arguments) -> int:
+    """Returns how many checkpoints the run has at the same time at most, or 2 if that depends on the data."""
+    args = arguments.training
+    if args.save_total_limit:
+        return args.save_total_limit + 1  # a new checkpoint is written before an old one is deleted
+    if args.save_strategy != "steps" or args.max_steps <= 0:
+        return 2
+    every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * args.max_steps)
+    return math.ceil(min(args.max_steps, arguments.run.stop_at_step or math.inf) / every)
 
 
 def looks_like_a_path(name: str) -> bool:

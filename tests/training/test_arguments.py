@@ -185,6 +185,27 @@ def test_a_run_that_fitted_can_be_resumed(tmp_path, monkeypatch):
         make_folder(parse_arguments("demo", [*overrides, "--resume_from_checkpoint", str(tmp_path / "run")]))
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"save_steps": 300}, 4),  # after 300, 600, 900 and 1,000 steps
+        ({"save_steps": 0.25}, 4),
+        ({"save_steps": 300, "stop_at_step": 600}, 2),
+        ({"save_steps": 300, "save_total_limit": 1}, 2),
+    ],
+)
+def test_all_checkpoints_that_a_run_keeps_must_fit(options, kept, tmp_path, monkeypatch):
+    options = {"output_dir": tmp_path, "save_strategy": "steps", "max_steps": 1000, **options}
+    arguments = parse_arguments("demo", [x for name, value in options.items() for x in (f"--{name}", str(value))])
+    weights = 4 * arguments.build_config().num_parameters()
+    disk = SimpleNamespace(free=weights * (1 + 3 * kept))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: disk)
+    make_folder(arguments)
+    disk.free -= 1
+    with pytest.raises(ValueError, match="room for the checkpoints"):
+        make_folder(arguments)
+
+
 def write_checkpoint(folder, state):
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text(state)
