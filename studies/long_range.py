@@ -19,7 +19,7 @@ MARK, ASK = 0, 1
 """The two tokens that are not symbols."""
 
 MIN_SIZE = 4
-"""Shortest string to copy."""
+"""Length of the shortest string to copy, and smallest number of keys in a row of `recall`."""
 
 SEED_OF_EVALUATION = 2**31
 """Never the seed of a run, so models are evaluated on rows that they were not trained on."""
@@ -55,8 +55,12 @@ symbols but for the first time. `needle`: a single marked value in a row of valu
 over the rest of the row, without telling the answer. Only answers count, in the loss and in the accuracy: the share of
 answers, in 512 new rows, to which the model gives the highest probability. An answer is far when it was last given so
 long before that local heads cannot reach it, not even one layer after the other: more than (W - 1) x layers tokens
-before the question. At `micro`: 2 layers of 6 heads of width 16, rotary positions, rows of 128 tokens of 64 symbols,
-W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the number of global heads."""
+before the question. A task counts as learnt if any arm gives at least half of the far answers right, on average. At
+`micro`: 2 layers of 6 heads of width 16, rotary positions, rows of 128 tokens of 34 symbols, W = 8, 16 rows in a
+batch, 1,500 steps at a rate of 2e-3. Arms are named after the task and the number of global heads. The sizes were
+chosen by trials with one seed, in which one global head learnt what all heads global did not. That suggested the claim
+about local heads, and is why models with all heads global are also trained at half and at twice the rate (`-lr...`):
+claims are about the best of the three rates."""
     claims = {
         **{
             f"one-head-{task}": Claim(
@@ -76,8 +80,15 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
             "without a global head the far past is lost",
             "a check of the test itself",
             "in every task that is learnt at all, the mean accuracy of far answers without global heads is lower than "
-            f"with all by more than {CLOSE:g} and two standard errors",
+            f"with one by more than {CLOSE:g} and two standard errors",
             "in none of them",
+        ),
+        "local-heads": Claim(
+            "local heads help to learn what is far away",
+            "ours: they make it easy to attend to the previous token, which finding a repeated pattern begins with",
+            "in a task or more that is learnt at all, the mean accuracy of far answers is higher with one global head "
+            f"than with all by more than {CLOSE:g} and two standard errors, and lower in none",
+            "it is lower in a task or more, and higher in none",
         ),
         "second-head": Claim(
             "a second global head helps",
@@ -92,13 +103,20 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
             None,
             {
                 "preset": "demo",
-                "config": {"vocab_size": 64, "hidden_size": 96, "max_position_embeddings": 128, "sliding_window": 12},
+                "config": {
+                    "vocab_size": 34,
+                    "hidden_size": 96,
+                    "max_position_embeddings": 128,
+                    "sliding_window": 8,
+                    "initializer_range": 0.1,
+                    "tie_word_embeddings": False,
+                },
                 "global_heads": (0, 1, 2, 6),
                 "eval_rows": 512,
                 "options": {
                     "max_steps": 1500,
                     "per_device_train_batch_size": 16,
-                    "learning_rate": 3e-3,
+                    "learning_rate": 2e-3,
                     "warmup_steps": 100,
                 },
             },
@@ -126,14 +144,19 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """The task and the number of global heads of each arm."""
-        counts = self.scales[scale].fields["global_heads"]
-        return {f"{task}-{count}": (task, count) for task in TASKS for count in counts}
+        """The task, the number of global heads, and the learning rate of each arm."""
+        settings = self.scales[scale].fields
+        rate, counts = settings["options"]["learning_rate"], settings["global_heads"]
+        arms = {f"{task}-{count}": (task, count, rate) for task in TASKS for count in counts}
+        for task in TASKS:
+            for other in (rate / 2, rate * 2):
+                arms[f"{task}-{max(counts)}-lr{other:g}"] = (task, max(counts), other)
+        return arms
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
         """Trains a model on the arm's task, and measures its accuracy by distance."""
         settings = self.scales[scale].fields
-        task, num_global_heads = self.arms(scale)[arm]
+        task, num_global_heads, learning_rate = self.arms(scale)[arm]
         config = load_preset(settings["preset"], **settings["config"], num_global_heads=num_global_heads)
         length = config.max_position_embeddings
 
@@ -141,7 +164,8 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
             row = TASKS[task](generator, length, config.vocab_size)
             return {"input_ids": row.input_ids, "labels": row.labels}
 
-        model, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", settings["options"])
+        options = settings["options"] | {"learning_rate": learning_rate}
+        model, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", options)
         generator = np.random.default_rng(SEED_OF_EVALUATION)
         rows = [TASKS[task](generator, length, config.vocab_size) for _ in range(settings["eval_rows"])]
         is_right, distances = answer(model, rows)
@@ -157,12 +181,15 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        far = {arm: runs.column(arm, "far_accuracy") for arm in self.arms("micro")}
-        all_heads = max(self.scales["micro"].fields["global_heads"])
-        learnt = [task for task in TASKS if mean(far[f"{task}-{all_heads}"]) >= LEARNT]
+        far: dict[tuple[str, int], list[float]] = {}  # by task and number of global heads, at the best rate
+        for arm, (task, count, _) in self.arms("micro").items():
+            accuracy = runs.column(arm, "far_accuracy")
+            far[task, count] = max(accuracy, far.get((task, count), accuracy), key=mean)
+        everyone = max(self.scales["micro"].fields["global_heads"])
+        learnt = [task for task in TASKS if max(mean(far[key]) for key in far if key[0] == task) >= LEARNT]
         findings = {}
         for task in TASKS:
-            one, everything = far[f"{task}-1"], far[f"{task}-{all_heads}"]
+            one, everything = far[task, 1], far[task, everyone]
             verdict = "not seen"
             if task not in learnt:
                 verdict = "open"
@@ -173,19 +200,22 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
             figure = f"accuracy of far answers {format_values(one)} with one, {format_values(everything)} with all"
             findings[f"one-head-{task}"] = Finding(figure, verdict)
 
-        lost = [task for task in learnt if is_below(far[f"{task}-0"], far[f"{task}-{all_heads}"], CLOSE)]
-        verdict = "seen" if lost == learnt else "not seen" if lost else "opposite"
-        figure = "accuracy of far answers without global heads: "
-        figure += "; ".join(f"{task} {format_values(far[f'{task}-0'])}" for task in TASKS)
-        findings["no-head"] = Finding(figure, verdict if learnt else "open")
+        def lower(count: int, other: int) -> list[str]:
+            """The tasks that are learnt in which `count` global heads have the lower accuracy than `other`."""
+            return [task for task in learnt if is_below(far[task, count], far[task, other], CLOSE)]
 
-        better = [task for task in learnt if is_below(far[f"{task}-1"], far[f"{task}-2"], CLOSE)]
-        worse = [task for task in learnt if is_below(far[f"{task}-2"], far[f"{task}-1"], CLOSE)]
-        verdict = "seen" if better and not worse else "opposite" if worse and not better else "not seen"
-        figure = "accuracy of far answers with one and two: " + "; ".join(
-            f"{task} {format_values(far[f'{task}-1'])} and {format_values(far[f'{task}-2'])}" for task in TASKS
-        )
-        findings["second-head"] = Finding(figure, verdict if learnt else "open")
+        def list_of(*counts: int) -> str:
+            """The accuracy of all tasks with these numbers of global heads."""
+            return "; ".join(f"{task} {' and '.join(format_values(far[task, n]) for n in counts)}" for task in TASKS)
+
+        verdict = "seen" if lower(0, 1) == learnt else "not seen" if lower(0, 1) else "opposite"
+        figure = f"accuracy of far answers without global heads and with one: {list_of(0, 1)}"
+        findings["no-head"] = Finding(figure, verdict if learnt else "open")
+        for name, count, other in (("local-heads", 1, everyone), ("second-head", 2, 1)):
+            better, worse = lower(other, count), lower(count, other)
+            verdict = "seen" if better and not worse else "opposite" if worse and not better else "not seen"
+            figure = f"accuracy of far answers with {count} and {other} global heads: {list_of(count, other)}"
+            findings[name] = Finding(figure, verdict if learnt else "open")
         return findings
 
     def report(self, runs: Runs, folder: Path) -> str:
@@ -205,10 +235,9 @@ W = 12, 16 rows in a batch, 1,500 steps. Arms are named after the task and the n
             arms = {arm: of_arm for arm, of_arm in runs.items() if arm.startswith(f"{task}-")}
             if not arms:
                 continue
-            names = {arm: f"{arm.rpartition('-')[2]} global heads" for arm in arms}
-            curves = {names[arm]: [run["by_distance"] for run in of_arm] for arm, of_arm in arms.items()}
+            curves = {arm: [run["by_distance"] for run in of_arm] for arm, of_arm in arms.items()}
             plot_curves(folder / f"{task}.png", curves, "tokens since the answer was given", "accuracy", log_x=True)
-            losses = {names[arm]: [points(run["curves"]["loss"]) for run in of_arm] for arm, of_arm in arms.items()}
+            losses = {arm: [points(run["curves"]["loss"]) for run in of_arm] for arm, of_arm in arms.items()}
             plot_curves(folder / f"{task}_loss.png", losses, "optimizer step", "training loss (nats per answer)")
             sections.append(
                 f"### {task.capitalize()}\n\n![Accuracy of {task} over the distance]({task}.png)\n\n"
@@ -232,10 +261,11 @@ def split_symbols(vocab_size: int) -> np.ndarray:
 def make_recall(generator: np.random.Generator, length: int, vocab_size: int) -> Row:
     """Pairs of a key and the value that belongs to it in this row; the answers are values of keys that came before."""
     keys, values = split_symbols(vocab_size)
+    size = generator.integers(MIN_SIZE, len(keys) + 1)
     ids = np.empty(length // 2 * 2, dtype=np.int64)
-    which = generator.integers(len(keys), size=length // 2)
-    ids[::2], ids[1::2] = keys[which], generator.choice(values, len(keys))[which]
-    last = np.full(len(keys), -1)
+    which = generator.integers(size, size=length // 2)
+    ids[::2], ids[1::2] = generator.permutation(keys)[which], generator.permutation(values)[which]
+    last = np.full(size, -1)
     since = np.zeros(len(which), dtype=np.int64)
     for i, key in enumerate(which):
         since[i] = 2 * (i - last[key]) if last[key] >= 0 else 0

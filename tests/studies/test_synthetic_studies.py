@@ -280,6 +280,12 @@ def test_long_range_runs(tmp_path, monkeypatch):
         runs.setdefault(arm, []).append(study.run(arm, seed, "micro", tmp_path, ()))
         assert 0 <= runs[arm][-1]["far_accuracy"] <= 1
     assert runs["recall-1"][0] != runs["recall-1"][1]
+    slower, faster = study.arms("micro")["needle-6"][2] / 2, study.arms("micro")["needle-6"][2] * 2
+    assert [study.arms("micro")[f"needle-6-lr{rate:g}"] for rate in (slower, faster)] == [
+        ("needle", 6, slower),
+        ("needle", 6, faster),
+    ]
+    assert study.run(f"needle-6-lr{faster:g}", 42, "micro", tmp_path, ())["curves"] != runs["needle-6"][0]["curves"]
     # The same seed gives the same numbers, and settings are all that distinguishes the scales.
     same, again = (
         {**values, "near_accuracy": None}
@@ -290,29 +296,35 @@ def test_long_range_runs(tmp_path, monkeypatch):
     assert "### Copy" in text and "| `needle-6` |" in text
 
 
-def made_up_accuracies(accuracies):
-    """Far accuracies of 0, 1, 2 and 6 global heads, the same in all tasks unless they are given by task."""
+def made_up_accuracies(accuracies, best=""):
+    """
+    Far accuracies of 0, 1, 2 and 6 global heads, the same in all tasks unless they are given by task. That of 6 heads
+    is the one at the rate `best`; at the other rates, nothing is learnt.
+    """
     by_task = accuracies if isinstance(accuracies, dict) else dict.fromkeys(TASKS, accuracies)
-    return {
-        f"{task}-{count}": [{"far_accuracy": accuracy + noise} for noise in (0.0, 0.01, 0.02)]
-        for task in TASKS
-        for count, accuracy in zip((0, 1, 2, 6), by_task[task])
-    }
+    values = {}
+    for task in TASKS:
+        arms = dict(zip((f"{task}-{count}" for count in (0, 1, 2)), by_task[task]))
+        arms |= {f"{task}-6{rate}": by_task[task][3] if rate == best else 0.0 for rate in ("", "-lr0.001", "-lr0.004")}
+        values |= {arm: [{"far_accuracy": accuracy + x} for x in (0, 0.01, 0.02)] for arm, accuracy in arms.items()}
+    return values
 
 
 @pytest.mark.parametrize(
     ("accuracies", "expected"),
     [
-        ((0.1, 0.9, 0.9, 0.92), ("seen", "seen", "not seen")),
-        ((0.9, 0.6, 0.9, 0.92), ("opposite", "opposite", "seen")),
-        ((0.1, 0.9, 0.6, 0.9), ("seen", "seen", "opposite")),
-        ((0.1, 0.2, 0.2, 0.2), ("open", "open", "open")),
+        ((0.1, 0.9, 0.9, 0.92), ("seen", "seen", "not seen", "not seen")),
+        ((0.9, 0.6, 0.9, 0.92), ("opposite", "opposite", "opposite", "seen")),
+        ((0.1, 0.9, 0.6, 0.9), ("seen", "seen", "not seen", "opposite")),
+        ((0.1, 0.9, 0.9, 0.2), ("seen", "seen", "seen", "not seen")),
+        ((0.1, 0.2, 0.2, 0.2), ("open", "open", "open", "open")),
     ],
 )
-def test_verdicts_on_long_range(accuracies, expected):
-    found = verdicts(load_study("long-range"), made_up_accuracies(accuracies))
+@pytest.mark.parametrize("best", ["", "-lr0.001", "-lr0.004"])
+def test_verdicts_on_long_range(accuracies, expected, best):
+    found = verdicts(load_study("long-range"), made_up_accuracies(accuracies, best))
     assert [found[f"one-head-{task}"] for task in TASKS] == [expected[0]] * 3
-    assert (found["no-head"], found["second-head"]) == expected[1:]
+    assert tuple(found[claim] for claim in ("no-head", "local-heads", "second-head")) == expected[1:]
 
 
 def test_tasks_that_are_not_learnt_do_not_count():
@@ -323,6 +335,7 @@ def test_tasks_that_are_not_learnt_do_not_count():
         "one-head-copy": "open",
         "one-head-needle": "seen",
         "no-head": "not seen",
+        "local-heads": "opposite",
         "second-head": "seen",
     }
 
