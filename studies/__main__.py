@@ -15,8 +15,8 @@ from .runner import finite, result_file
 
 def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
     """Performs the run and writes its results and a description of the environment to `FOLDER/ARM/seed-SEED.json`."""
-    # With large logits, many probabilities are below 1e-38, and with such numbers CPUs compute attention four times as
-    # slowly. They are as good as 0.
+    # With large logits, many probabilities are below 1e-38, where float32 is denormal and attention on a CPU takes
+    # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
     start = time.perf_counter()
     values = load_study(name).run(arm, int(seed), scale, Path(folder), fields)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import fresh
 import pytest
+import torch
 
 import lsgpt_cli
 from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_lines, run_study, write_report
+from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.learning_rates import arm_at, sensitivity
+from lsgpt.studies.runner import result_file
 from lsgpt.studies.study import NUM_POINTS, VERDICTS, curves_over, format_values, is_below, spike_score, thin
 from lsgpt.training.train import largest
 
@@ -91,6 +94,20 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
 
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
         run_study("learning-rates", num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
+
+
+def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
+    class Products:
+        def run(self, arm, seed, scale, folder, fields):
+            return {"product": (torch.tensor([1e-30]) * 1e-10).item()}
+
+    monkeypatch.setattr(one_run, "load_study", lambda name: Products())
+    assert Products().run("arm", 42, "micro", tmp_path, ())["product"] > 0
+    try:
+        one_run.main("products", "micro", "arm", "42", str(tmp_path))
+    finally:
+        torch.set_flush_denormal(False)
+    assert json.loads(result_file(tmp_path, "arm", 42).read_text())["values"] == {"product": 0}
 
 
 AT_PAPER_SCALE = {
