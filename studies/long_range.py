@@ -121,7 +121,7 @@ claims are about the best of the three rates."""
                 },
             },
             3,
-            1.5,
+            0.8,
         ),
         "paper": Scale(
             None,

@@ -81,7 +81,7 @@ over the largest in the second tenth."""
                 "max_logit_every_n_steps": 20,
             },
             2,
-            2.8,
+            2.2,
         ),
         "paper": Scale("paper-v1", {"max_logit_every_n_steps": 20}, 2, 640.0),
     }
