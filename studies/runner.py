@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.processes import Command, run_commands
 from lsgpt.utilities import format_duration, table
 
@@ -49,8 +50,8 @@ def run_study(
         The path of the report.
 
     Raises:
-        ValueError: A name is unknown, a value is invalid, or the folder holds runs with other fields. Raised before
-            the first run.
+        ValueError: A name is unknown, a value is invalid, or the folder holds runs of another scale or with other
+            fields. Raised before the first run.
         ChildProcessError: A run failed; the message names the file with its output.
     """
     study = load_study(name)
@@ -65,10 +66,13 @@ def run_study(
     folder = Path(output_dir or Path("runs") / f"study-{name}-{scale}")
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
-    _check_fields(folder, fields)
+    _check_folder(folder, scale, fields)
     study.prepare(scale, work, fields)
     (work / FIELDS_FILE).write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
 
+    runs_file = folder / RUNS_FILE
+    if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
+        runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
     # All arms of a seed come before the next seed, so that an early report already shows every arm.
     wanted = [(arm, 42 + i) for i in range(num_seeds) for arm in arms]
     made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
@@ -95,7 +99,7 @@ def run_study(
                     f"{commands[index].log}. Run the same command again to continue"
                 )
             line = file.read_text(encoding="utf-8")
-            with (folder / RUNS_FILE).open("a", encoding="utf-8") as runs:
+            with runs_file.open("a", encoding="utf-8") as runs:
                 runs.write(line + "\n")
             write_report(study, folder)
             left = (time.perf_counter() - start) / number * (len(commands) - number)
@@ -116,8 +120,13 @@ def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
     return [arm for arm in arms if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)]
 
 
-def _check_fields(folder: Path, fields: Sequence[str]):
-    """Raises `ValueError` if the runs in the folder have other fields."""
+def _check_folder(folder: Path, scale: str, fields: Sequence[str]):
+    """Raises `ValueError` if the runs in the folder are of another scale or have other fields."""
+    if other := {line["scale"] for line in read_lines(folder)} - {scale}:
+        raise ValueError(
+            f"`--output-dir` must be new, or hold runs of the scale {scale}; those in {folder} are of the scale "
+            f"{', '.join(other)}"
+        )
     file = folder / "work" / FIELDS_FILE
     if file.exists() and (earlier := json.loads(file.read_text(encoding="utf-8"))) != list(fields):
         raise ValueError(
@@ -141,12 +150,12 @@ def finite(value):
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """Reads the runs in a folder, ordered by seed and, for the same seed, by the time at which they finished."""
+    """
+    Reads the runs in a folder, ordered by seed and, for the same seed, by the time at which they finished. Skips a
+    last line that was cut off by a crash.
+    """
     file = Path(folder) / RUNS_FILE
-    if not file.exists():
-        return []
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return sorted(lines, key=lambda line: line["seed"])
+    return sorted(read_metrics(file), key=lambda line: line["seed"]) if file.exists() else []
 
 
 def read_runs(study: Study, folder: str | Path) -> Runs:

@@ -26,6 +26,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lsgpt.utilities import suggest
 
+from .callbacks import local_part
+
 
 class Average(NamedTuple):
     """The settings of a kind of average with their defaults, and how many copies of the weights it keeps."""
@@ -414,14 +416,10 @@ def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             # An evaluation leaves the last layers unsharded, and the next step would not gather them again.
             module.reshard()
     return {
-        name.replace("_orig_mod.", ""): _local(parameter.detach())  # without the prefix of torch.compile
+        name.replace("_orig_mod.", ""): local_part(parameter.detach())  # without the prefix of torch.compile
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -133,14 +134,21 @@ def any_process(value: bool, device: torch.device) -> bool:
     return flag.item() > 0
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds, if it is sharded (FSDP2); otherwise the whole tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class StopOnBadLossCallback(TrainerCallback):
     """
-    Ends the training when a loss is NaN or infinite, before the optimizer takes the step.
+    Ends the training when a loss or a gradient is NaN or infinite, before the optimizer takes the step.
 
-    The weights stay those of the last good step, and are saved in a checkpoint. The error message names the step and
+    The weights stay those of the last good step, and are saved in a checkpoint. (With DeepSpeed, which takes the step
+    in the backward pass, they are those after the bad step.) The error message names the step and, if it was the loss,
     the first layer with a NaN or an infinity in its output. The callback watches the loss that the model returns for
-    its labels, and ignores a loss that a `Trainer` computes outside the model. The bad loss is logged as it is: during
-    the training, `logging_nan_inf_filter`, which would log 0 or the mean of the previous steps instead, is off.
+    its labels, and ignores a loss that a `Trainer` computes outside the model. With `fp16`, gradients are left to the
+    gradient scaler, which skips such steps itself. The bad loss is logged as it is: during the training,
+    `logging_nan_inf_filter`, which would log 0 or the mean of the previous steps instead, is off.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
@@ -149,7 +157,7 @@ class StopOnBadLossCallback(TrainerCallback):
 
     def __init__(self):
         self.bad_step: int | None = None
-        """The step that was not taken because of a bad loss, if any."""
+        """The step that was not taken because of a bad loss or gradient, if any."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
         self._hook = None
         self._filters = True
@@ -167,21 +175,25 @@ class StopOnBadLossCallback(TrainerCallback):
         self._batches.clear()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if not any_process(any(not loss.isfinite() for _, loss in self._batches), args.device):
+        is_loss = any_process(any(not loss.isfinite() for _, loss in self._batches), args.device)
+        if not is_loss and (args.fp16 or not any_process(_has_bad_gradient(model), args.device)):
             return
         self.bad_step = state.global_step + 1
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
         control.should_save = control.should_training_stop = True
+        logger.error(
+            f"{self._blame(model) if is_loss else f'a gradient of step {self.bad_step} is not finite'}; saving the "
+            f"weights of step {state.global_step} and ending the training"
+        )
+
+    def _blame(self, model: nn.Module) -> str:
         bad_batch = next((inputs for inputs, loss in self._batches if not loss.isfinite()), None)
         # Processes with good batches run one as well: a sharded model (FSDP2) gathers its weights from all of them.
         where = _first_bad_layer(model, self._batches[-1][0] if bad_batch is None else bad_batch)
         if bad_batch is None:
             where = "a batch of another process"
-        logger.error(
-            f"the loss of step {state.global_step + 1} is not finite, the first bad numbers come from {where}; "
-            f"saving the weights of step {state.global_step} and ending the training"
-        )
+        return f"the loss of step {self.bad_step} is not finite, the first bad numbers come from {where}"
 
     def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
         loss = getattr(output, "loss", None)
@@ -189,6 +201,13 @@ class StopOnBadLossCallback(TrainerCallback):
             # A teacher's logits are too large to keep until the step ends, and no layer uses them.
             inputs = {name: value for name, value in inputs.items() if name != "teacher_logits"}
             self._batches.append((inputs, loss.detach()))
+
+
+@torch.no_grad()
+def _has_bad_gradient(model: nn.Module) -> bool:
+    """Whether a gradient has a NaN or an infinity; of a sharded model, in this process's part of it."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return not nn.utils.get_total_norm([local_part(x) for x in gradients], norm_type=math.inf).isfinite()
 
 
 @torch.no_grad()

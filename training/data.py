@@ -180,20 +180,20 @@ def _local_files(path: Path) -> dict:
 
 def _hold_out(documents: Dataset | IterableDataset, percentage: int) -> tuple:
     """Splits documents into training and validation documents, see `load_documents`."""
-    every = round(100 / percentage)
-    if isinstance(documents, Dataset) and len(documents) < every:
+    if isinstance(documents, Dataset) and len(documents) * percentage < 100:
         cuts = [len(text) - max(len(text) * percentage // 100, 1) for text in documents["text"]]
         parts = ([text[:cut] for text, cut in zip(documents["text"], cuts)], [])
         parts[1].extend(text[cut:] for text, cut in zip(documents["text"], cuts))
         return tuple(Dataset.from_dict({"text": part}) for part in parts)
     return (
-        documents.filter(_is_at_multiple, with_indices=True, fn_kwargs={"of": every, "wanted": False}),
-        documents.filter(_is_at_multiple, with_indices=True, fn_kwargs={"of": every, "wanted": True}),
+        documents.filter(_is_held_out, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": False}),
+        documents.filter(_is_held_out, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": True}),
     )
 
 
-def _is_at_multiple(row: dict, index: int, of: int, wanted: bool) -> bool:
-    return (index % of == of - 1) == wanted
+def _is_held_out(row: dict, index: int, percentage: int, wanted: bool) -> bool:
+    """At 5%, every 20th document; without a total, which a stream does not know."""
+    return ((index + 1) * percentage // 100 > index * percentage // 100) == wanted
 
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:

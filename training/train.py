@@ -103,6 +103,16 @@ class LSGPTTrainer(Trainer):
                 logs.update(callback.take_figures())
         super().log(logs, start_time)
 
+    def _run_epoch(self, *args, **kwargs):
+        """As in `Trainer`, but without a step too many after resuming from the last one."""
+        ends = [
+            callback.step for callback in self.callback_handler.callbacks if isinstance(callback, StopAtStepCallback)
+        ]
+        if self.state.global_step >= min([self.state.max_steps, *ends]):
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         """As in `Trainer`, but training steps skip the logits, which are their largest tensor."""
         is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
@@ -449,7 +459,8 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     # Save the weights first, so that no later failure can lose them.
     trainer.save_model(_internal_call=True)  # like `save_model()`, but without a push, which waits for the report
     last_log = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
-    if last_log.get("step") != trainer.state.global_step or trainer.compute_metrics.loss_by_position is None:
+    is_of_these_weights = last_log.get("step") == trainer.state.global_step and not args.load_best_model_at_end
+    if not is_of_these_weights or trainer.compute_metrics.loss_by_position is None:
         last_log = trainer.evaluate()
     results = _report(trainer, arguments, last_log, seconds) if is_main else None
     if args.push_to_hub:
@@ -511,12 +522,20 @@ def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, s
         "parameters": trainer.model.config.num_parameters(),
         "step": state.global_step,
         "max_steps": state.max_steps,
-        "tokens": state.global_step * tokens_per_step,
+        "tokens": _count_blocks(trainer.train_dataset, state.global_step, blocks_per_step) * arguments.data.block_size,
         "tokens_per_second": tokens_per_step / _callback(trainer, StepTimerCallback).median,
         "peak_memory_bytes": peak_memory(),
         "train_seconds": seconds,
         "loss_by_position": trainer.compute_metrics.loss_by_position.tolist(),
     }
+
+
+def _count_blocks(blocks: Dataset | IterableDataset, steps: int, blocks_per_step: int) -> int:
+    """Number of blocks that a run has trained on; the last step of a pass over stored data takes what is left."""
+    if isinstance(blocks, IterableDataset):
+        return steps * blocks_per_step
+    passes, rest = divmod(steps, math.ceil(len(blocks) / blocks_per_step))
+    return passes * len(blocks) + rest * blocks_per_step
 
 
 def largest(values: list[float]) -> float | None:

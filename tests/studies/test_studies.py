@@ -94,6 +94,17 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
 
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
         run_study("learning-rates", num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
+    with pytest.raises(ValueError, match=r"hold runs of the scale paper; those in .* are of the scale micro"):
+        run_study("learning-rates", "paper", output_dir=report.parent, fields=fields)
+
+    # A crash while the line was written: the run's results are still there, and become a line again.
+    runs_file = report.parent / "runs.jsonl"
+    whole = runs_file.read_text()
+    runs_file.write_text(whole + whole[:100])
+    assert read_lines(report.parent) == [line]
+    runs_file.write_text(whole[:100])
+    run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
+    assert [(line["arm"], line["values"]) for line in read_lines(report.parent)] == [(arm, same)]
 
 
 def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):

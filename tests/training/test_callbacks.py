@@ -118,6 +118,35 @@ def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path
     assert not model.model.layers[0].self_attn._forward_hooks  # it cleans up behind itself
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_bad_gradient_ends_the_run_with_the_last_good_weights(
+    tiny_model, tmp_path, caplog, monkeypatch, max_grad_norm
+):
+    """The loss of the third step is finite, and one of its gradients is not, which clipping would spread to all."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = tiny_model().train()
+    rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
+    args = TrainingArguments(
+        tmp_path, max_steps=6, max_grad_norm=max_grad_norm, use_cpu=True, report_to="none", save_strategy="no"
+    )
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[StopOnBadLossCallback()])
+    weights = {}
+
+    def fault(gradient):
+        if trainer.state.global_step == 2:
+            weights.update({name: weight.clone() for name, weight in model.state_dict().items()})
+            gradient = gradient.clone()
+            gradient[0, 0] = float("inf")
+        return gradient
+
+    model.model.layers[0].mlp.down_proj.weight.register_hook(fault)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert "a gradient of step 3 is not finite; saving the weights of step 2" in caplog.text
+    saved = LSGPTForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
+
+
 def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
     args = TrainingArguments(tmp_path, max_steps=2, label_smoothing_factor=0.1, use_cpu=True, report_to="none")

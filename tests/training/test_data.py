@@ -201,6 +201,15 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
         assert len(list(splits["train"])) == 45
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("percentage", [1, 3, 15, 30, 40, 45, 50])
+def test_as_many_documents_are_held_out_as_asked(tmp_path, streaming, percentage):
+    write_json_lines(tmp_path / "some.jsonl", [f"text {i}" for i in range(100)])
+    splits = load_documents(str(tmp_path), validation_percentage=percentage, streaming=streaming)
+    train, validation = ([document["text"] for document in splits[name]] for name in ("train", "validation"))
+    assert len(validation) == percentage and sorted(train + validation) == sorted(f"text {i}" for i in range(100))
+
+
 def test_few_documents_lose_their_ends(tmp_path):
     (tmp_path / "book.txt").write_text("a" * 90 + "b" * 10)
     splits = load_documents(str(tmp_path / "book.txt"), validation_percentage=10)

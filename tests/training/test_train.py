@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from accelerate import ParallelismConfig
+from datasets import Dataset
 from reference import autograd_functions
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import lsgpt_cli
 from lsgpt.training import LSGPTTrainer, build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.train import check_checkpoint
+from lsgpt.training.train import _count_blocks, check_checkpoint
 
 
 RECIPE = {
@@ -120,6 +122,42 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
     results, wanted = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
     for name in ("status", "eval_perplexity", "eval_bits_per_byte", "max_logit", "step", "loss_by_position"):
         assert results[name] == wanted[name], name
+
+
+def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_path):
+    """Killed after the last checkpoint, with the evaluation and the report still missing."""
+    for fields in ({}, {"stop_at_step": 12}):
+        whole, killed = (tmp_path / f"{name}-{len(fields)}" for name in ("whole", "killed"))
+        train(recipe(**fields), "--output_dir", whole)
+        checkpoint = f"checkpoint-{fields.get('stop_at_step', 16)}"
+        shutil.copytree(whole / checkpoint, killed / checkpoint)
+        for file in ("recipe.yaml", "metrics.jsonl"):
+            shutil.copy(whole / file, killed)
+        train("--resume_from_checkpoint", killed)
+        assert_equal_weights(killed, whole)
+        results, wanted = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
+        for name in ("status", "eval_perplexity", "max_logit", "step", "tokens", "loss_by_position"):
+            assert results[name] == wanted[name], name
+        assert "tokens per second" in (killed / "report.md").read_text(encoding="utf-8")
+
+
+def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
+    """With `load_best_model_at_end`, the weights that are saved need not be those of the last evaluation."""
+    fields = {"load_best_model_at_end": True, "greater_is_better": True, "eval_steps": 4}  # the highest loss
+    train(recipe(**fields), "--output_dir", tmp_path / "run")
+    logs = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    evaluated = [(log["step"], log["eval_perplexity"]) for log in logs if "eval_perplexity" in log]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [step for step, _ in evaluated] == [4, 8, 12, 16, 16]  # the last one is of the best weights
+    assert results["eval_perplexity"] == evaluated[4][1] == pytest.approx(evaluated[0][1], rel=1e-6)
+    assert evaluated[3][1] < 0.9 * evaluated[4][1]  # otherwise this test would show nothing
+
+
+def test_tokens_of_passes_over_the_data():
+    """The last step of a pass has what is left of the data."""
+    blocks = Dataset.from_dict({"input_ids": [[0]] * 5})
+    assert [_count_blocks(blocks, steps, 4) for steps in range(7)] == [0, 4, 5, 9, 10, 14, 15]
+    assert _count_blocks(blocks.to_iterable_dataset(), 6, 4) == 24
 
 
 def test_a_run_with_averaged_weights(train, recipe, tmp_path):
