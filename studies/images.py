@@ -13,9 +13,23 @@ from lsgpt.training.metrics import token_losses
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import compare_losses, verdict_below
+from .learning_rates import compare_losses
 from .streams import train_on_stream
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, curves_over, format_values, points
+from .study import (
+    EXCHANGED,
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    Study,
+    below,
+    curves_over,
+    format_values,
+    is_below,
+    is_no_lower,
+    no_lower,
+    points,
+)
 
 
 PHOTOGRAPHS = "scikit-learn"
@@ -56,9 +70,8 @@ nats per pixel."""
         "more": Claim(
             "local heads gain nothing from windows longer than a row",
             "paper's open question: a rule for the window",
-            "the mean loss of neither `local-only-row-and-more` nor `local-only-four-rows` is below that of "
-            "`local-only-one-row` by more than two standard errors",
-            "the mean losses of both are",
+            no_lower("both `local-only-row-and-more` and `local-only-four-rows`", "`local-only-one-row`"),
+            "the mean losses of both are below that of `local-only-one-row` by more than two standard errors",
         ),
         "global-head": Claim(
             "a global head makes up for a window that is too short",
@@ -158,10 +171,13 @@ nats per pixel."""
             "mhsa": ("ls-one-row", "mhsa"),
         }
         findings = {claim: compare_losses(losses, first, second) for claim, (first, second) in pairs.items()}
-        longer = ("local-only-row-and-more", "local-only-four-rows")
-        is_better = [verdict_below(losses[arm], losses["local-only-one-row"]) == "seen" for arm in longer]
+        longer, row = ("local-only-row-and-more", "local-only-four-rows"), losses["local-only-one-row"]
         figure = "loss " + ", ".join(f"{format_values(losses[x])} for `{x}`" for x in ("local-only-one-row", *longer))
-        verdict = "opposite" if all(is_better) else "not seen" if any(is_better) else "seen"
+        verdict = "not seen"
+        if all(is_below(losses[arm], row) for arm in longer):
+            verdict = "opposite"
+        elif all(is_no_lower(losses[arm], row) for arm in longer):
+            verdict = "seen"
         return {**findings, "more": Finding(figure, verdict)}
 
     def report(self, runs: Runs, folder: Path) -> str:

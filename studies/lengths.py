@@ -23,7 +23,9 @@ from .study import (
     curves_over,
     format_values,
     is_below,
+    is_no_lower,
     mean,
+    no_lower,
     number,
     results_table,
     validation_blocks,
@@ -63,8 +65,8 @@ the tokens in the second half of each."""
         "none-when-short": Claim(
             "on short sequences LS-attention has no advantage",
             "paper",
-            "at 64 tokens, the mean loss of `ls` is not below that of `mhsa` by more than two standard errors",
-            "it is, and by no less than at 2,048 tokens",
+            "at 64 tokens, " + no_lower("`ls`", "`mhsa`"),
+            "it is lower by more than two standard errors, and by no less than at 2,048 tokens",
         ),
         "logits-grow": Claim(
             "the logits of multi-head attention grow with n / d",
@@ -121,8 +123,9 @@ the tokens in the second half of each."""
         gains = {n: self._advantage(runs, n) for n in (first, last)}
         ours, theirs = (runs.column(f"{name}-n{first}", "eval_loss") for name in ("ls", "mhsa"))
         short, long = (runs.column(f"mhsa-n{n}", "max_logit") for n in (first, last))
-        has_gain = is_below(ours, theirs)
-        none = "seen" if not has_gain else "opposite" if mean(gains[first]) >= mean(gains[last]) else "not seen"
+        none = "seen" if is_no_lower(ours, theirs) else "not seen"
+        if is_below(ours, theirs) and mean(gains[first]) >= mean(gains[last]):
+            none = "opposite"
         losses = {
             name: [number(run["beyond"]["4"]) - number(run["beyond"]["1"]) for run in runs.of(f"{name}-rope")]
             for name in ("ls", "mhsa")

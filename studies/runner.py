@@ -205,7 +205,8 @@ def write_report(study: Study, folder: str | Path) -> Path:
 
 ## Claims
 
-What counts as seen and as the opposite was written down before the runs; anything else is not seen.
+What counts as seen and as the opposite was written down before the runs; anything else is not seen. The loss of a run
+that diverged counts as infinite.
 
 {claims}
 

@@ -1,7 +1,7 @@
 """How do known remedies for exploding logits compare with Long Short-attention, and do they add to it?"""
 
 from .learning_rates import AT_BEST, LearningRates, compare_losses
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, below
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, below, format_values, is_below, is_no_lower, no_lower
 
 
 METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc")
@@ -29,8 +29,8 @@ Stabilizers have their published defaults, see docs/training.md. The logits are 
         "on-top": Claim(
             "stabilizers add nothing to LS-attention",
             "reviewers",
-            "at the best rate of each, no stabilizer lowers the mean loss of `ls` by more than two standard errors",
-            "one of them does",
+            "at the best rate of each, " + no_lower("`ls` with any of the stabilizers", "`ls`"),
+            "at the best rate of each, one of them lowers the mean loss of `ls` by more than two standard errors",
         ),
     }
     scales = {
@@ -43,14 +43,18 @@ Stabilizers have their published defaults, see docs/training.md. The logits are 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
         best, losses = self._best(runs)
-        strongest = {
-            kind: min((f"{kind}-{method}" for method in METHODS), key=lambda name: sum(losses[name]))
-            for kind in ("mhsa", "ls")
-        }
-        added = compare_losses(losses, strongest["ls"], "ls", best)
+        strongest = min((f"mhsa-{method}" for method in METHODS), key=lambda name: sum(losses[name]))
+        with_stabilizers = [losses[f"ls-{method}"] for method in METHODS]
+        verdict = "not seen"
+        if any(is_below(values, losses["ls"]) for values in with_stabilizers):
+            verdict = "opposite"
+        elif all(is_no_lower(values, losses["ls"]) for values in with_stabilizers):
+            verdict = "seen"
+        names = ("ls", *(f"ls-{method}" for method in METHODS))
+        figure = "loss " + ", ".join(f"{format_values(losses[x])} for `{x}` (rate {best[x]:g})" for x in names)
         return {
-            "instead": compare_losses(losses, "ls", strongest["mhsa"], best),
-            "on-top": added._replace(verdict="opposite" if added.verdict == "seen" else "seen"),
+            "instead": compare_losses(losses, "ls", strongest, best),
+            "on-top": Finding(figure, verdict),
         }
 
 

@@ -46,6 +46,18 @@ def below(what: str, first: str, second: str) -> str:
     return f"{what} of `{first}` is below that of `{second}` by more than two standard errors"
 
 
+NEGLIGIBLE = 0.05
+"""Difference between losses, in nats, up to which a claim that there is none holds."""
+
+
+def no_lower(others: str, arm: str) -> str:
+    """The criterion that `is_no_lower` tests, in words."""
+    return (
+        f"the mean loss of {others} is not lower than that of {arm} by {NEGLIGIBLE:g} nats or more, even if two "
+        "standard errors are added to the difference"
+    )
+
+
 class Finding(NamedTuple):
     """What the runs of a study say about a claim."""
 
@@ -55,7 +67,7 @@ class Finding(NamedTuple):
     """One of `VERDICTS`."""
 
 
-NOT_RUN = Finding("not run yet", "open")
+NOT_RUN = Finding("too few runs so far", "open")
 
 
 class Scale(NamedTuple):
@@ -313,5 +325,20 @@ def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.
     """
     if not all(map(math.isfinite, (*first, *second))):
         return sum(first) / len(first) < sum(second) / len(second)
-    error = math.sqrt(sum(deviation(values) ** 2 / max(len(values), 1) for values in (first, second)))
-    return mean(second) - mean(first) > max(margin, 2 * error)
+    return mean(second) - mean(first) > max(margin, 2 * standard_error(first, second))
+
+
+def is_no_lower(first: Sequence[float], second: Sequence[float]) -> bool:
+    """
+    Whether the mean of the losses `first` is at most negligibly below that of `second`: by less than `NEGLIGIBLE`,
+    even if two standard errors are added, so that a large spread over seeds makes this false. If a value is not
+    finite, the answer is False.
+    """
+    if not all(map(math.isfinite, (*first, *second))):
+        return False
+    return mean(second) - mean(first) + 2 * standard_error(first, second) < NEGLIGIBLE
+
+
+def standard_error(first: Sequence[float], second: Sequence[float]) -> float:
+    """The standard error of the difference between two means (Welch's, from the spread over seeds)."""
+    return math.sqrt(sum(deviation(values) ** 2 / max(len(values), 1) for values in (first, second)))

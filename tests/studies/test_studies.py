@@ -16,7 +16,16 @@ from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.learning_rates import arm_at, sensitivity
 from lsgpt.studies.runner import result_file
-from lsgpt.studies.study import NUM_POINTS, VERDICTS, curves_over, format_values, is_below, spike_score, thin
+from lsgpt.studies.study import (
+    NUM_POINTS,
+    VERDICTS,
+    curves_over,
+    format_values,
+    is_below,
+    is_no_lower,
+    spike_score,
+    thin,
+)
 from lsgpt.training.train import largest
 
 
@@ -244,7 +253,72 @@ def test_learning_rates_are_judged_by_their_criteria():
     assert {finding.verdict for finding in judge(study, runs).values()} == {"open"}
 
 
+def test_what_stabilizers_add_is_judged_by_all_of_them():
+    study = load_study("stabilizers")
+
+    def judged(spread, **losses):
+        """The verdict if all arms have a loss of 4.3 but those named, with this spread over three seeds."""
+        runs = Runs()
+        for arm in study.arms("micro"):
+            loss = losses.get(arm.split("-lr")[0].replace("-", "_"), 4.3)
+            runs[arm] = made_up([loss, loss + spread, loss - spread], max_logit=9.0)
+        return judge(study, runs)["on-top"].verdict
+
+    assert judged(0.01) == "seen"
+    assert judged(0.1) == "not seen"  # the spread may hide a difference
+    assert judged(0.01, ls_zloss=4.2, ls_adagc=4.29) == "opposite"
+    assert judged(0.01, ls_qknorm=4.4, mhsa=4.0) == "seen"  # a stabilizer that does harm adds nothing, either
+    assert judged(math.inf) == "not seen"
+
+
+def test_numbers_of_heads_and_windows_are_judged_by_all_of_them():
+    study = load_study("heads-and-windows")
+
+    def judged(spread=0.01, **losses):
+        runs = {}
+        for arm in study.arms("micro"):
+            loss = losses.get(arm.replace("-", "_"), 4.3)
+            runs[arm] = made_up([loss, loss + spread, loss - spread])
+        return [finding.verdict for finding in judge(study, Runs(runs)).values()]
+
+    assert judged(w24=4.29, n128_w8=4.29) == ["seen", "seen", "not seen"]
+    assert judged(spread=0.1, w24=4.29, n128_w8=4.29) == ["not seen", "not seen", "not seen"]
+    assert judged(g3=4.2, w4=4.2, w256=4.1, n128_w8=4.2) == ["opposite", "opposite", "seen"]
+    assert judged(g0=4.2, w24=4.2, n128_w48=4.2) == ["not seen", "not seen", "opposite"]
+    # A window at which a run diverged is not the best one, however well the others did.
+    runs = Runs({arm: made_up([4.3, 4.3]) for arm in study.arms("micro")})
+    runs["w4"], runs["w48"] = made_up([3.0, None]), made_up([4.1, 4.1])
+    assert "best window 48 of 512 tokens" in judge(study, runs)["window-follows-length"].figure
+
+
+def test_lengths_are_judged_by_their_criteria():
+    study = load_study("lengths")
+
+    def judged(short, long, spread=0.01):
+        """The verdicts if `ls` has these advantages, in nats, at the shortest and at the longest length."""
+        runs = {}
+        for arm in study.arms("micro"):
+            gain = {"ls-n64": short, "ls-n2048": long}.get(arm, 0.0)
+            of_arm = made_up([4.3 - gain + seed * spread for seed in range(3)], max_logit=9.0)
+            beyond = {"1": 4.3, "4": 4.4 if arm.startswith("ls") else 4.6}
+            runs[arm] = [{**run, "beyond": beyond} for run in of_arm]
+        return {claim: finding.verdict for claim, finding in judge(study, Runs(runs)).items()}
+
+    assert judged(0.0, 0.2) == {
+        "grows-with-length": "seen",
+        "none-when-short": "seen",
+        "logits-grow": "not seen",
+        "beyond": "seen",
+    }
+    assert judged(0.0, 0.2, spread=0.2)["none-when-short"] == "not seen"
+    assert judged(0.2, 0.1)["none-when-short"] == judged(0.2, 0.1)["grows-with-length"] == "opposite"
+    assert judged(0.1, 0.2)["none-when-short"] == "not seen"
+
+
 def test_summaries():
+    assert is_no_lower([2.0, 2.01], [2.0, 2.01]) and is_no_lower([3.0, 3.01], [2.0, 2.01])
+    assert not is_no_lower([1.9, 1.91], [2.0, 2.01]) and not is_no_lower([2.0, 2.2], [2.0, 2.2])
+    assert not is_no_lower([math.inf, math.inf], [math.inf, math.inf])
     assert is_below([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
     assert not is_below([1.0, 3.0, 2.0], [2.0, 4.0, 3.0])
     assert not is_below([2.0, 2.1], [1.0, 1.1])
