@@ -5,7 +5,7 @@ packages that Transformers itself needs, each other and, where it is needed, Tri
 
 from .attention_lsgpt import HeadGroup, LSGPTAttention
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from .engines_lsgpt import ENGINES, Engine, plan_attention
+from .engines_lsgpt import ENGINES, Engine, plan_attention, register_engine
 from .modeling_lsgpt import (
     LSGPTForCausalLM,
     LSGPTForSequenceClassification,
@@ -35,4 +35,5 @@ __all__ = [
     "create_attention_masks",
     "describe_visibility",
     "plan_attention",
+    "register_engine",
 ]

@@ -33,8 +33,8 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends keys and values `(B, H_kv, T, D)` and returns all of them, `(B, H_kv, S, D)`."""
         length = self.get_seq_length()
-        needs_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        if length == 0 or needs_gradient or is_tracing(key_states):  # a prompt needs no spare room
+        # A prompt needs no spare room, and a backward pass may need the cached keys and values as they are.
+        if length == 0 or torch.is_grad_enabled() or is_tracing(key_states):
             return super().update(key_states, value_states, *args, **kwargs)
         end = length + key_states.shape[-2]
         # Beam search, moves to another device and similar operations replace the views by other tensors.

@@ -24,14 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from .cpu_lsgpt import (
-    blocked_attention_forward,
-    blocked_mask,
-    causal_attention_forward,
-    head_dim_to_compute,
-    num_causal_parts,
-    sink_attention_forward,
-)
+from .cpu_lsgpt import causal_attention_forward, head_dim_to_compute, num_causal_parts
+from .local_lsgpt import blocked_attention_forward, blocked_mask, sink_attention_forward
 from .visibility_lsgpt import Visibility
 
 
@@ -340,16 +334,29 @@ def _flex_uncompiled(*args, **kwargs):
         return flex_attention(*args, **kwargs)
 
 
-def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMask:
-    v = visibility
+def _mask_function(visibility: Visibility):
+    """`Visibility.sees` for indices that count from the first query and the first key, as FlexAttention needs it."""
 
     def sees(batch, head, query, key):
-        return v.sees(batch, head, query + v.q_offset, key + v.kv_offset)
+        return visibility.sees(batch, head, query + visibility.q_offset, key + visibility.kv_offset)
 
+    sees.visibility = visibility  # type: ignore[attr-defined]  # for `_move_block_mask`
+    return sees
+
+
+def _move_block_mask(mask: BlockMask, device: torch.device | str) -> BlockMask:
+    """`BlockMask.to` leaves behind the tensors that the mask function reads."""
+    moved = mask.to(device)
+    moved.mask_mod = _mask_function(mask.mask_mod.visibility.to(device))
+    return moved
+
+
+def _block_mask(visibility: Visibility, num_heads: int | None = None) -> BlockMask:
+    v = visibility
     batch_size = None if v.is_plain else v.batch_size
     is_compiled = torch.device(v.device).type == "cuda"  # on the CPU, compiling takes longer than it saves
     return create_block_mask(
-        sees, batch_size, num_heads, v.q_length, v.kv_length, device=v.device, _compile=is_compiled
+        _mask_function(v), batch_size, num_heads, v.q_length, v.kv_length, device=v.device, _compile=is_compiled
     )
 
 
@@ -402,7 +409,10 @@ ENGINES: dict[str, Engine] = {
     "flash_attention_4": FlashEngine("flash_attention_4"),
     "triton": TritonEngine(),
 }
-"""Engines by `attn_implementation`. For other functions registered with Transformers, see `choose_engine`."""
+"""
+Engines by `attn_implementation`; `register_engine` adds one. For other functions registered with Transformers, see
+`choose_engine`.
+"""
 
 
 def choose_engine(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Engine:
@@ -460,10 +470,11 @@ class AttentionPlan:
         def move(x):
             if isinstance(x, tuple):
                 return type(x)(*map(move, x))
+            if isinstance(x, BlockMask):
+                return _move_block_mask(x, device)
             return x.to(device, **kwargs) if isinstance(x, torch.Tensor | Visibility) else x
 
         visibility, forms = ({k: move(x) for k, x in values.items()} for values in (self.visibility, self.forms))
-        forms = {k: x.to(device) if isinstance(x, BlockMask) else x for k, x in forms.items()}
         return AttentionPlan(self.engine, visibility, forms, self.is_joint)
 
 
@@ -483,5 +494,15 @@ def refuse_other_models(module: nn.Module, *args, **kwargs):
     raise ValueError(f'attn_implementation="{name}" is an engine of LSGPT; {model} cannot use it')
 
 
-for _name in ENGINES.keys() - ALL_ATTENTION_FUNCTIONS.keys() - {"eager"}:
-    ALL_ATTENTION_FUNCTIONS.register(_name, refuse_other_models)
+def register_engine(name: str, engine: Engine):
+    """
+    Adds an engine, or replaces one, so that it can be chosen by `attn_implementation=name` in all ways that
+    Transformers offers.
+    """
+    ENGINES[name] = engine
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:  # "eager" needs no registration
+        ALL_ATTENTION_FUNCTIONS.register(name, refuse_other_models)
+
+
+for _name, _engine in ENGINES.items():
+    register_engine(_name, _engine)

@@ -223,8 +223,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             input_ids (`(B, T)`): Token ids; either these or `inputs_embeds` `(B, T, hidden_size)`.
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
                 of `create_attention_masks`.
-            position_ids (`(B, T)`, *optional*): Positions; where they restart within a row, another packed document
-                begins. By default they continue from the cache's length.
+            position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
+                document begins. By default they continue from the cache's length.
             past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
@@ -264,7 +264,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while the first layers draft
             hidden_states = layer(
                 hidden_states,
                 attention_plan=attention_plan,
@@ -326,6 +326,16 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        """
+        As in Transformers, but none without padding: the default of `forward` is the same, and `forward` need not look
+        for packed documents in every step.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is None or (mask == 1).all():
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     @can_return_tuple
     def forward(
@@ -390,6 +400,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             )
         if labels is not None:
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
+            labels = labels.long()
 
         logits = loss = None
         if has_own_loss:

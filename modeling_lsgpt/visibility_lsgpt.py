@@ -138,10 +138,11 @@ def describe_visibility(
             where a query may attend) or additive, applied as it is in global heads and within the window in local
             heads; or a dictionary with such a mask for each kind of head, as `create_attention_masks` returns.
         past_key_values: The cache before this step's update.
-        position_ids (`(B or 1, T)`): If given, positions that restart mark the start of another document packed into
-            the same row, and attention does not cross from one document to another. With a cache, the position of the
-            first new token tells how many cached tokens belong to its document. Ignored for a single token if a static
-            cache is in use, because its length is not known without waiting for the device.
+        position_ids (`(B or 1, T)`): If given, a position that does not continue from the one before marks the start
+            of another document packed into the same row (see `find_documents`), and attention does not cross from one
+            document to another. With a cache, the position of the first new token tells how many cached tokens belong
+            to its document. Ignored for a single token if a static cache is in use, because its length is not known
+            without waiting for the device, and with a 4-D mask, which decides what each query sees.
 
     Raises:
         ValueError: If the mask's shape or type does not fit.
@@ -153,16 +154,18 @@ def describe_visibility(
     # chunk of a prompt, but not for every decoded token.
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
+    is_finished = isinstance(attention_mask, dict)
     of_kind = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys((GLOBAL, LOCAL), attention_mask)
     padding_mask = documents = None
     for mask in of_kind.values():
         if mask is not None:
-            _check_mask(mask, batch_size, q_length, None if isinstance(attention_mask, dict) else past_length)
+            _check_mask(mask, batch_size, q_length, None if is_finished else past_length)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         of_kind = {}
         if not (_may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    if position_ids is not None and isinstance(past_length, int) and not isinstance(attention_mask, dict):
+    has_custom_mask = any(mask is not None for mask in of_kind.values())
+    if position_ids is not None and isinstance(past_length, int) and not (has_custom_mask or is_finished):
         documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
 
     is_static = getattr(past_key_values, "is_compileable", False)
@@ -175,18 +178,18 @@ def describe_visibility(
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
         mask, end = of_kind.get(kind), kv_offset + kv_length
         if mask is not None:
-            is_finished = isinstance(attention_mask, dict)
-            mask = mask.to(device) if is_finished else mask[..., kv_offset:end].to(device)
+            hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+            mask = mask if is_finished else _lengthen(mask[..., kv_offset:end], kv_length, hidden)
         result[kind] = Visibility(
             q_length=q_length,
             kv_length=kv_length,
             q_offset=q_offset,
             kv_offset=kv_offset,
             window=None if kind == GLOBAL or (mask is not None and is_finished) else config.sliding_window,
-            # A static cache has slots beyond the tokens seen so far: these belong to no document.
+            # A static cache has slots beyond the tokens seen so far, which no query may attend to.
             padding_mask=_lengthen(padding_mask, end, False),
             documents=_lengthen(documents, end, -1),
-            mask=None if mask is None else mask.expand(batch_size, -1, -1, -1),
+            mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
             has_sinks=kind == LOCAL and config.attention_sinks,
             has_empty_slots=is_static,
             batch_size=batch_size,
@@ -220,7 +223,7 @@ def find_documents(
     position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int = 0
 ) -> torch.Tensor | None:
     """
-    Numbers the documents packed into each row, which start where positions restart.
+    Numbers the documents packed into each row, which start where positions do not continue.
 
     A real token continues its document if its position exceeds that of the previous real token by one, or by the
     distance between the two (some users count padding in positions, others do not). If the first new token is at
@@ -233,10 +236,10 @@ def find_documents(
 
     Returns:
         `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
-        document. If values cannot be inspected, numbers are always returned, except while tracing with a cache.
+        document. If values cannot be inspected, numbers are always returned, except for a single token while tracing.
     """
     length = position_ids.shape[-1]
-    if (past_length and is_tracing(position_ids)) or past_length + length == 1:
+    if length == 1 and (past_length == 0 or is_tracing(position_ids)):
         return None
     may_look = _may_look_at(position_ids, length)
     index = torch.arange(length, device=position_ids.device)

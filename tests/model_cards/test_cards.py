@@ -52,6 +52,7 @@ PUBLISHED = {
         "configuration_lsgpt.py",
         "cpu_lsgpt.py",
         "engines_lsgpt.py",
+        "local_lsgpt.py",
         "loss_lsgpt.py",
         "modeling_lsgpt.py",
         "telemetry_lsgpt.py",

@@ -18,6 +18,7 @@ from lsgpt.modeling_lsgpt import (
     cpu_lsgpt,
     describe_visibility,
     engines_lsgpt,
+    local_lsgpt,
     plan_attention,
 )
 
@@ -222,8 +223,8 @@ def test_sinks_are_not_soft_capped(engine):
 @pytest.mark.parametrize("length", [1, WINDOW, 63])
 def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, monkeypatch):
     """As on other devices than the CPU: the sink is a key of its own."""
-    monkeypatch.setattr(cpu_lsgpt._SinkAttention, "apply", None)
-    monkeypatch.setattr(cpu_lsgpt, "is_tracing", lambda *args: True)
+    monkeypatch.setattr(local_lsgpt._SinkAttention, "apply", None)
+    monkeypatch.setattr(local_lsgpt, "is_tracing", lambda *args: True)
     for name in ("plain", "left", "packed") if length > 1 else ("plain",):
         for head_dim in (20, 16):
             check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **SINKS)

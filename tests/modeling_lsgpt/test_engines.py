@@ -11,7 +11,17 @@ from transformers import DynamicCache
 
 import lsgpt.modeling_lsgpt
 from lsgpt import LSGPTForCausalLM
-from lsgpt.modeling_lsgpt import ENGINES, GLOBAL, LOCAL, Engine, describe_visibility, engines_lsgpt, plan_attention
+from lsgpt.modeling_lsgpt import (
+    ENGINES,
+    GLOBAL,
+    LOCAL,
+    Engine,
+    describe_visibility,
+    engines_lsgpt,
+    modeling_lsgpt,
+    plan_attention,
+    visibility_lsgpt,
+)
 
 
 FOLDER = Path(lsgpt.modeling_lsgpt.__file__).parent.resolve()
@@ -19,8 +29,9 @@ DOCS = FOLDER.parent / "docs"
 
 # What a reader follows from the model's `forward` to the attention of queries, keys and values.
 FILES = {"modeling_lsgpt.py", "attention_lsgpt.py", "visibility_lsgpt.py", "engines_lsgpt.py"}
-# What computes the same as a class or function of PyTorch or Transformers, only faster; and properties of the config.
-APART = {"cpu_lsgpt.py", "cache_lsgpt.py", "configuration_lsgpt.py"}
+# What adds to PyTorch's attention; what computes the same as a class or function of PyTorch or Transformers, only
+# faster; and properties of the config.
+APART = {"local_lsgpt.py", "cpu_lsgpt.py", "cache_lsgpt.py", "configuration_lsgpt.py"}
 
 
 def files_that_run(function):
@@ -69,12 +80,11 @@ def test_the_smallest_engine_of_the_documentation(tiny_model, monkeypatch):
     page = (DOCS / "attention.md").read_text(encoding="utf-8")
     code = re.search(r"## Adding an engine.*?```python\n(.*?)```", page, re.DOTALL)[1]
     monkeypatch.setattr(engines_lsgpt, "ENGINES", dict(ENGINES))
-    monkeypatch.setattr(lsgpt.modeling_lsgpt, "ENGINES", engines_lsgpt.ENGINES)
     exec(code, {})
     (name,) = set(engines_lsgpt.ENGINES) - set(ENGINES)
     model, ids = tiny_model(), torch.randint(97, (2, 40))
     expected = model(ids).logits
-    model.config._attn_implementation = name
+    model.set_attn_implementation(name)
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="has neither dropout nor sinks"):
         model.config.attention_dropout = 0.5
@@ -129,6 +139,22 @@ def test_a_decode_step_makes_no_tensor_that_grows(tiny_model):
     assert max(sizes) == min(sizes) < 600
 
 
+def test_generating_without_padding_needs_no_mask_on_any_device(tiny_model, monkeypatch):
+    """Where values are not read, every step would build the masks of packed documents if it were given positions."""
+    monkeypatch.setattr(visibility_lsgpt, "_may_look_at", lambda x, q_length: q_length > 1)  # as on an accelerator
+    found = []
+
+    def describe(*args):
+        found.append(describe_visibility(*args))
+        return found[-1]
+
+    monkeypatch.setattr(modeling_lsgpt, "describe_visibility", describe)
+    model, prompt = tiny_model(), torch.randint(1, 97, (2, 20))
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, min_new_tokens=12)
+    assert len(found) == 12
+    assert all(visibility.is_plain for step in found for visibility in step.values())
+
+
 def test_a_plan_moves_to_another_device(tiny_config):
     """As Accelerate does where a model is spread over several."""
     padding, additive = torch.ones(2, 40), torch.zeros(2, 1, 40, 40)
@@ -141,6 +167,8 @@ def test_a_plan_moves_to_another_device(tiny_config):
         for form in plan.forms.values():
             tensors = form if isinstance(form, tuple) else [getattr(form, "kv_num_blocks", form)]
             assert {x.device.type for x in tensors} == {"meta"}
+            if engine == "flex_attention":
+                assert form.mask_mod.visibility.padding_mask.device.type == "meta"
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])

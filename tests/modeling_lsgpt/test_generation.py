@@ -163,6 +163,12 @@ def test_assisted_decoding_rolls_back_past_the_window(tiny_model, split, engine)
     assert torch.equal(greedy(model, input_ids, assistant_model=assistant), expected)
 
 
+def test_the_first_layers_draft_for_the_model(tiny_model, split):
+    model, ids = tiny_model(**split), torch.randint(97, (1, 20))
+    assert torch.equal(greedy(model, ids, assistant_early_exit=1), greedy(model, ids))
+    assert model.config.num_hidden_layers == 2
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("prompt", [1, 7, 8, 30])
 def test_static_cache(tiny_model, split, engine, prompt):
@@ -347,3 +353,16 @@ def test_gradients_flow_through_a_cache(tiny_model):
         parts.append(output.logits)
     expected = gradients(model(tokens, use_cache=False).logits.square().sum())
     torch.testing.assert_close(gradients(torch.cat(parts, dim=1).square().sum()), expected)
+
+
+def test_gradients_flow_through_a_cache_to_what_is_not_cached(tiny_model):
+    """To a soft prompt before single tokens of a frozen model, and to the projection of queries."""
+    model, tokens = tiny_model(torch.float64).requires_grad_(False), torch.randint(97, (1, 4))
+    prompt = torch.randn(1, 10, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    weight = model.model.layers[1].self_attn.q_proj.weight.requires_grad_()
+    whole = torch.cat([prompt, model.get_input_embeddings()(tokens)], dim=1)
+    expected = torch.autograd.grad(model(inputs_embeds=whole).logits[:, 10:].square().sum(), [prompt, weight])
+    cache = DynamicCache(config=model.config)
+    model(inputs_embeds=prompt, past_key_values=cache)
+    parts = [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
+    torch.testing.assert_close(torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), [prompt, weight]), expected)

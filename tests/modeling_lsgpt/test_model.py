@@ -124,6 +124,51 @@ def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding, is_
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, padding:], alone)
 
 
+def test_packed_documents_continue_from_a_cache_in_a_compiled_model(tiny_model, fresh_compiler):
+    model = tiny_model(torch.float64).requires_grad_(False)
+    documents = [torch.randint(97, (1, n)) for n in (30, 9, 24)]
+    packed = torch.cat(documents, dim=1)
+    positions = torch.cat([torch.arange(n) for n in (30, 9, 24)])[None]
+    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    compiled = torch.compile(model, backend="eager")
+    cache = DynamicCache(config=model.config)
+    parts = [
+        compiled(packed[:, part], position_ids=positions[:, part], past_key_values=cache).logits
+        for part in (slice(20), slice(20, 34), slice(34, 63))
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), alone)
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_boolean"),
+    [("eager", True), ("eager", False), ("sdpa", True), ("sdpa", False), ("flex_attention", True)],
+)
+def test_a_custom_mask_decides_and_positions_do_not(tiny_model, engine, is_boolean):
+    """Two branches of a tree, whose first tokens have the same position."""
+    model = tiny_model(torch.float64, engine).requires_grad_(False)
+    ids, positions = torch.randint(97, (1, 6)), torch.tensor([[0, 1, 2, 3, 3, 4]])
+    mask = torch.ones(1, 1, 6, 6).tril().bool()
+    mask[..., 4:, 3] = False  # the second branch does not see the first
+    if not is_boolean:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(logits[:, :4], model(ids[:, :4]).logits)
+    torch.testing.assert_close(logits[:, 4:], model(ids[:, [0, 1, 2, 4, 5]]).logits[:, 3:])
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "additive"])
+def test_a_custom_mask_need_not_cover_the_empty_slots_of_a_static_cache(tiny_model, engine, is_boolean):
+    model, ids = tiny_model(torch.float64, engine).requires_grad_(False), torch.randint(97, (2, 12))
+    mask = torch.ones(2, 1, 12, 12).tril().bool()
+    mask[1, :, 4:, 2] = False
+    if not is_boolean:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids, attention_mask=mask).logits)
+
+
 def test_positions_that_go_on_from_a_cache_are_one_document():
     """As `generate` passes them: counted over real tokens, or over all."""
     padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
@@ -181,6 +226,13 @@ def test_labels_shift_and_num_items_in_batch(tiny_model):
     torch.testing.assert_close(model(input_ids, labels=labels).loss, expected)
     total = expected * 2 * 40
     torch.testing.assert_close(model(input_ids, labels=labels, num_items_in_batch=1000).loss, total / 1000)
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_labels_may_be_int32(tiny_model, skip_logits):
+    model, ids = tiny_model(), torch.randint(97, (2, 20))
+    losses = [model(ids, labels=ids.to(dtype), skip_logits=skip_logits).loss for dtype in (torch.int32, torch.int64)]
+    assert torch.equal(*losses)
 
 
 def test_logits_to_keep(tiny_model):

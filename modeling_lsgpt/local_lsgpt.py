@@ -1,0 +1,208 @@
+"""What PyTorch's `scaled_dot_product_attention` lacks for local heads: a window at linear cost, and sinks.
+
+Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
+a block.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.utils.import_utils import is_tracing
+
+from .visibility_lsgpt import Visibility
+
+
+MIN_BLOCK_LENGTH = 64
+"""
+Minimum number of queries in a block of local heads. Shorter blocks process fewer masked keys; longer ones make fewer
+copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and a tenth slower in the backward pass.
+"""
+
+
+def blocked_mask(visibility: Visibility) -> torch.Tensor:
+    """
+    The mask between blocks of C queries and the C + W - 1 keys that their windows reach.
+
+    Returns:
+        `(B or 1, N, 1, C, C + W - 1)`, True where a query may attend, for `blocked_attention_forward`.
+    """
+    window, q_offset, device = visibility.window, visibility.q_offset, visibility.device
+    block_length = max(MIN_BLOCK_LENGTH, window // 2)
+    num_blocks = -(-visibility.q_length // block_length)
+    first_query = torch.arange(num_blocks, device=device)[None, :, None, None] * block_length + q_offset
+    query = first_query + torch.arange(block_length, device=device)[:, None]
+    key = first_query + torch.arange(block_length + window - 1, device=device) - (window - 1)
+    end = q_offset + visibility.q_length
+    batch = torch.arange(visibility.batch_size, device=device)[:, None, None, None]
+    # Blocks extend beyond both ends of the sequence, so positions are clamped for looking up their tokens.
+    inside = (key >= visibility.kv_offset) & (key < end)
+    mask = visibility.sees(batch, 0, query.clamp(max=end - 1), key.clamp(min=visibility.kv_offset, max=end - 1))
+    return (mask & inside)[:, :, None]
+
+
+def blocked_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocked_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Sliding-window attention in O(T * W) time and memory, forward and backward, on every device.
+
+    The queries are cut into N blocks of C. A block can see C + W - 1 keys, its own and the W - 1 before, so one small
+    `scaled_dot_product_attention` with the blocks as its batch is enough. Query heads that share a key/value head are
+    stacked along the query axis of the block, so keys are not repeated.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
+            query. Keys that no query's window reaches may be missing.
+        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+        sinks (`(H,)`, *optional*): One extra logit per head in the softmax's denominator.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    batch_size, num_heads, q_length, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    groups = num_heads // num_kv_heads
+    num_blocks, _, block_length, span = blocked_mask.shape[1:]
+    past = span - block_length  # W - 1
+    tail = num_blocks * block_length - q_length
+
+    query = query.transpose(1, 2)
+    if is_tracing(query) or tail:  # an exported program must handle lengths with and without a tail
+        query = F.pad(query, (0, 0, 0, 0, 0, tail))
+    query = query.reshape(batch_size * num_blocks, block_length, num_kv_heads, groups, head_dim)
+    query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (
+        _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
+    )
+    mask = blocked_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
+    if sinks is None:
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    else:
+        sinks = sinks.view(num_kv_heads, groups).repeat_interleave(block_length, dim=1)
+        output = _attend_with_sinks(query, keys, values, mask, sinks, scaling, dropout)
+    output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
+
+
+class _CutKeys(torch.autograd.Function):
+    """
+    Cuts keys or values into the spans that blocks of queries see: `(B, H_kv, S, D)` to `(B * N, H_kv, C + W - 1, D)`.
+
+    The spans overlap. On the CPU, the spans of a single sequence are views of one padded copy. PyTorch's own gradient
+    of such views is summed element by element. Here, each span is split into pieces of at most C keys, and each piece
+    is added for all blocks at once.
+    """
+
+    @staticmethod
+    def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
+        missing = past + num_blocks * block_length - tail - keys.shape[2]
+        ctx.sizes = num_blocks, block_length, missing, keys.shape
+        keys = F.pad(keys.transpose(1, 2), (0, 0, 0, 0, missing, tail))
+        spans = keys.unfold(1, past + block_length, block_length).transpose(3, 4).flatten(0, 1)
+        # Only the CPU's kernels are known to accept overlapping inputs.
+        return spans if keys.device.type == "cpu" else spans.contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        num_blocks, block_length, missing, (batch_size, num_heads, length, head_dim) = ctx.sizes
+        span, covered = gradient.shape[2], num_blocks * block_length
+        gradient = gradient.transpose(1, 2).unflatten(0, (batch_size, num_blocks))
+        result = gradient.new_zeros(batch_size, span - block_length + covered, num_heads, head_dim)
+        for end in range(span, 0, -block_length):
+            begin = max(end - block_length, 0)
+            blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
+            blocks[:, :, : end - begin] += gradient[:, :, begin:end]
+        return result[:, missing : missing + length].transpose(1, 2), None, None, None, None
+
+
+def sink_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    `scaled_dot_product_attention` with a sink in every head's softmax, which PyTorch's function does not support.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): As for PyTorch's function.
+        mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or additive; `None` if every query sees
+            every key.
+        sinks (`(H,)`): One extra logit per head in the softmax's denominator.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    num_kv_heads, q_length = key.shape[1], query.shape[2]
+    groups = query.shape[1] // num_kv_heads
+    # As in blocks, query heads that share a key/value head are stacked along the query axis.
+    query = query.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)
+    sinks = sinks.view(num_kv_heads, groups).repeat_interleave(q_length, dim=1)
+    if mask is not None and q_length > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    output = _attend_with_sinks(query, key, value, mask, sinks, scaling, dropout)
+    return output.unflatten(2, (groups, q_length)).flatten(1, 2).transpose(1, 2)
+
+
+def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
+    """`sink_attention_forward` for equally many query and key heads, `sinks` `(H, T)` and outputs `(B, H, T, D)`."""
+    is_on_cpu = query.device.type == "cpu" and not is_tracing(query) and not torch.is_autocast_enabled("cpu")
+    if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
+        return _SinkAttention.apply(query, key, value, mask, sinks, scaling)
+    # The sink becomes one more key, with a value of 0. In an extra dimension, this key is 1, the others are 0, and the
+    # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
+    head_dim = query.shape[-1]
+    width = 8 - head_dim % 8
+    sinks = (sinks / scaling).to(query.dtype)[None, :, :, None].expand(query.shape[0], -1, -1, 1)
+    query = torch.cat([query, F.pad(sinks, (0, width - 1))], dim=-1)
+    sink = torch.zeros_like(key[:, :, :1])
+    key = torch.cat([F.pad(key, (0, width)), F.pad(F.pad(sink, (0, 1), value=1.0), (0, width - 1))], dim=2)
+    value = F.pad(value, (0, width, 0, 1))
+    if mask is not None:
+        mask = F.pad(mask, (0, 1), value=mask.dtype == torch.bool)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output[..., :head_dim]
+
+
+class _SinkAttention(torch.autograd.Function):
+    """
+    Attention with sinks, using the operators that `scaled_dot_product_attention` itself calls on the CPU.
+
+    The forward operator also returns the log-sum-exp of each row of logits, which determines the share of weight that
+    the sink leaves to the keys. Given the log-sum-exp with the sink, the backward operator uses the actual weights.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, sinks, scaling: float):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = attend(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
+        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+        output = output * (lse - lse_with_sinks).exp()[..., None].to(output.dtype)
+        ctx.save_for_backward(query, key, value, output, lse_with_sinks, sinks, mask)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        query, key, value, output, lse, sinks, mask = ctx.saved_tensors
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
+        weights = (sinks - lse).exp()
+        sinks_gradient = -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
+        return *gradients, None, sinks_gradient, None
