@@ -117,11 +117,11 @@ def with_global_heads(
     counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
-    if sinks is not None and min(counts) < num_heads:
-        config.attention_sinks = True
-        if not config.has_bias("o_proj"):
-            parts = config.use_bias if isinstance(config.use_bias, list) else []
-            config.use_bias = [*parts, "o_proj"]
+    # With all heads global, `attention_sinks` may be set, but there are no sinks that the local heads could take over.
+    config.attention_sinks = sinks is not None and min(counts) < num_heads
+    if config.attention_sinks and not config.has_bias("o_proj"):
+        parts = config.use_bias if isinstance(config.use_bias, list) else []
+        config.use_bias = [*parts, "o_proj"]
     config.validate_architecture()
     return build_model(config, weights)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from huggingface_hub.repocard import metadata_load
 from safetensors import SafetensorError
 from transformers import (
@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 
@@ -25,6 +26,8 @@ from .gpt2 import check_gpt2, convert_gpt2
 from .llama import MODEL_TYPES, check_llama, convert_llama
 from .nanogpt import refuse_tensors
 
+
+logger = logging.get_logger(__name__)
 
 _CONVERTERS: dict[str, tuple[Callable, Callable]] = {
     "gpt2": (check_gpt2, convert_gpt2),
@@ -121,12 +124,21 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def find_file(source: str | Path, name: str) -> Path | None:
-    """Returns the path of a checkpoint's file, downloading it if necessary; None if there is no such file."""
+    """
+    Returns the path of a checkpoint's file, downloading it if necessary; None if there is no such file. Warns if the
+    Hub cannot be reached and the file is not in the cache, because nobody knows then whether there is one.
+    """
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     try:
         return Path(hf_hub_download(str(source), name))
+    except LocalEntryNotFoundError:
+        logger.warning(
+            f"the Hub cannot be reached, and {name} of {str(source)!r} is not in the cache: if there is such a file, "
+            f"the converted model will lack it. Download the whole repository first: hf download {source}"
+        )
+        return None
     except EntryNotFoundError:
         return None
 

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
+from lsgpt.serving import ROPE_TYPES
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
@@ -279,6 +280,7 @@ def _describe_model(config: LSGPTConfig) -> dict:
         "local_heads": sum(config.num_attention_heads - count for count in config.num_global_heads_per_layer),
         "window": f"{config.sliding_window:,}",
         "has_sinks": has_sinks(config),
+        "runs_on_vllm": config.position_embedding_type != "rope" or config.rope_parameters["rope_type"] in ROPE_TYPES,
         "positions": f"{positions:,}",
         "costs": compare_costs(config, positions),
     }

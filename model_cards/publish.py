@@ -25,6 +25,9 @@ _OPTIONAL_FILES = ("generation_config.json", "recipe.yaml", "metrics.jsonl", "re
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
+_TEMPLATES = "additional_chat_templates"
+"""The folder in which Transformers saves the chat templates of a tokenizer that has several."""
+
 
 def publish(
     folder: str | Path,
@@ -87,6 +90,7 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None = None) 
         )
     required = ["config.json", *_weight_files(folder), *_code_files(folder, config.auto_map)]
     optional = [*_OPTIONAL_FILES, *_TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]
+    optional += [f"{_TEMPLATES}/{file.name}" for file in sorted((folder / _TEMPLATES).glob("*.jinja"))]
     optional += [file for plots in PLOTS.values() for file in plots.values()]
     missing = [name for name in required if not (folder / name).is_file()]
     if missing:
@@ -168,6 +172,7 @@ def _write(files: dict[str, Path | bytes], output: str | Path | None, folder: Pa
         raise ValueError(f"`output` must be a new or an empty folder; got {str(output)!r}")
     output.mkdir(parents=True, exist_ok=True)
     for name, source in files.items():
+        (output / name).parent.mkdir(exist_ok=True)
         if isinstance(source, Path):
             shutil.copy(source, output / name)
         else:

@@ -5,10 +5,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
 
-
-# Types of rotary embeddings that vLLM and Transformers compute in the same way. Of the others, "dynamic" and
-# "longrope" depend on the length of the request in Transformers, and on `max_model_len` in vLLM.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from . import ROPE_TYPES
 
 
 class LSGPTServingChecks(VerifyAndUpdateConfig):

@@ -59,8 +59,9 @@ before the question. A task counts as learnt if any arm gives at least half of t
 `micro`: 2 layers of 6 heads of width 16, rotary positions, rows of 128 tokens of 34 symbols, W = 8, 16 rows in a
 batch, 1,500 steps at a rate of 2e-3. Arms are named after the task and the number of global heads. The sizes were
 chosen by trials with the first of the seeds, in which one global head learnt what all heads global did not. That
-suggested the claim about local heads, which was therefore not written down before all runs, and is why models with all
-heads global are also trained at half and at twice the rate (`-lr...`): claims are about the best of the three rates."""
+suggested the claim about local heads, which was therefore not written down before all runs. For the same reason,
+models with all heads global are also trained at half and at twice the rate (`-lr...`): claims are about the best of
+the three rates."""
     claims = {
         **{
             f"one-head-{task}": Claim(

@@ -229,6 +229,15 @@ def test_value_of_the_sinks_is_in_the_bias_of_the_output_projection(grouped_mode
 
 
 @torch.no_grad()
+def test_a_model_without_local_heads_has_no_sinks_to_keep(grouped_model):
+    """Even if its configuration asks for some."""
+    model, ids = grouped_model(attention_sinks=True), torch.randint(97, (1, 40))
+    result = with_global_heads(model, [[1], [0, 1, 2]], 40)
+    assert not result.config.attention_sinks
+    torch.testing.assert_close(result(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_order_of_global_heads_changes_nothing(grouped_model):
     model, ids = grouped_model(), torch.randint(97, (1, 40))
     sinks = Sinks(torch.randn(2, 6), torch.randn(2, 6, 12))

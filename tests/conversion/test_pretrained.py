@@ -312,3 +312,17 @@ def test_name_on_the_hub(llama, tmp_path, monkeypatch, offline):
     readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "Converted from `someone/tiny`" in readme
     assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/tiny"}
+
+
+def test_files_that_the_hub_cannot_be_asked_for_are_named(llama, tmp_path, monkeypatch, offline, caplog):
+    """Without a network, after a download of the weights alone."""
+    repository = tmp_path / "models--someone--tiny"
+    shutil.copytree(llama, repository / "snapshots" / ("0" * 40), ignore=shutil.ignore_patterns("README*", "token*"))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    convert("someone/tiny", tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    for name in ("README.md", "tokenizer.json"):
+        assert f"{name} of 'someone/tiny' is not in the cache" in caplog.text
+    assert "hf download someone/tiny" in caplog.text

@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig
@@ -129,6 +130,25 @@ def test_dry_run_writes_a_whole_model_whose_snippets_run(folder, tmp_path, capsy
     assert {path.name for path in (tmp_path / "finetuned").iterdir()} >= {"model.safetensors", "modeling_lsgpt.py"}
     if find_spec("vllm"):
         run_program(vllm, tmp_path, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
+def test_vllm_is_offered_only_to_models_that_it_can_serve(folder, rope_type):
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10_000.0}
+    config |= {"position_embedding_type": "rope", "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = make_card(folder, "ada/tiny", "mit").text
+    assert ("from vllm import" in text) == ("vllm serve" in text) == (rope_type == "linear")
+    assert "\n\n\n" not in text and "**Fine-tuning** with" in text
+
+
+def test_all_chat_templates_are_published(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    publish(folder, "ada/tiny", dry_run=True, license="mit", output=tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
 
 
 def test_the_card_tells_what_the_run_left(folder):
