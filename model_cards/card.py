@@ -17,12 +17,11 @@ from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
-from lsgpt.serving import ROPE_TYPES
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
-from lsgpt.utilities import compare_costs, describe, has_sinks, table
+from lsgpt.utilities import compare_costs, describe, has_sinks, runs_on_vllm, table
 
 
 HEADS_PICTURE = "heads.png"
@@ -280,7 +279,7 @@ def _describe_model(config: LSGPTConfig) -> dict:
         "local_heads": sum(config.num_attention_heads - count for count in config.num_global_heads_per_layer),
         "window": f"{config.sliding_window:,}",
         "has_sinks": has_sinks(config),
-        "runs_on_vllm": config.position_embedding_type != "rope" or config.rope_parameters["rope_type"] in ROPE_TYPES,
+        "runs_on_vllm": runs_on_vllm(config),
         "positions": f"{positions:,}",
         "costs": compare_costs(config, positions),
     }

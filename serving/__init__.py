@@ -3,12 +3,6 @@
 vLLM finds `register` through the entry point `vllm.general_plugins`, and calls it in each of its processes.
 """
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""
-Types of rotary embeddings that vLLM and Transformers compute in the same way. Of the others, "dynamic" and "longrope"
-depend on the length of the request in Transformers, and on `max_model_len` in vLLM.
-"""
-
 
 def register():
     """Registers LSGPT with vLLM. Importing `lsgpt` has already registered its configuration with Transformers."""
@@ -22,4 +16,4 @@ def register():
     MODELS_CONFIG_MAP["LSGPTForCausalLM"] = LSGPTServingChecks
 
 
-__all__ = ["ROPE_TYPES", "register"]
+__all__ = ["register"]

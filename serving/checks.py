@@ -4,8 +4,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-
-from . import ROPE_TYPES
+from lsgpt.utilities import VLLM_ROPE_TYPES, runs_on_vllm
 
 
 class LSGPTServingChecks(VerifyAndUpdateConfig):
@@ -24,9 +23,9 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                     "`tensor_parallel_size` must divide the number of global and of local key/value heads in each "
                     f"layer; got {ranks}, and layer {i} has {num_global} global and {num_local} local ones"
                 )
-        if config.position_embedding_type == "rope" and config.rope_parameters["rope_type"] not in ROPE_TYPES:
+        if not runs_on_vllm(config):
             raise ValueError(
-                f"`rope_parameters` must be of a `rope_type` among {', '.join(ROPE_TYPES)} to be served with vLLM; "
+                f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)} to be served with vLLM; "
                 f"got {config.rope_parameters['rope_type']!r}"
             )
         length = vllm_config.model_config.max_model_len

@@ -1,7 +1,17 @@
 """Utilities shared by several packages: wording of messages and tables, and the summary of a model."""
 
-from .model_summary import compare_costs, describe, has_sinks
+from .model_summary import VLLM_ROPE_TYPES, compare_costs, describe, has_sinks, runs_on_vllm
 from .wording import format_duration, suggest, table, with_unit
 
 
-__all__ = ["compare_costs", "describe", "format_duration", "has_sinks", "suggest", "table", "with_unit"]
+__all__ = [
+    "VLLM_ROPE_TYPES",
+    "compare_costs",
+    "describe",
+    "format_duration",
+    "has_sinks",
+    "runs_on_vllm",
+    "suggest",
+    "table",
+    "with_unit",
+]

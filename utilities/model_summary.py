@@ -32,6 +32,18 @@ def has_sinks(config: LSGPTConfig) -> bool:
     return config.attention_sinks and min(config.num_global_heads_per_layer) < config.num_attention_heads
 
 
+VLLM_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""
+Types of rotary embeddings that vLLM and Transformers compute in the same way. Of the others, "dynamic" and "longrope"
+depend on the length of the request in Transformers, and on `max_model_len` in vLLM.
+"""
+
+
+def runs_on_vllm(config: LSGPTConfig) -> bool:
+    """Whether vLLM computes the positions of a model in the same way as Transformers."""
+    return config.position_embedding_type != "rope" or config.rope_parameters["rope_type"] in VLLM_ROPE_TYPES
+
+
 def _describe_blocks(config: LSGPTConfig) -> str:
     """Describes how blocks differ from the default ones, with layer norms, no biases and a GELU MLP."""
     places = {"qkv_proj": "queries, keys and values", "o_proj": "attention output", "mlp": "MLP"}
