@@ -25,8 +25,8 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                 )
         if not runs_on_vllm(config):
             raise ValueError(
-                f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)} to be served with vLLM; "
-                f"got {config.rope_parameters['rope_type']!r}"
+                f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)} to be served with "
+                f"vLLM; got {config.rope_parameters['rope_type']!r}"
             )
         length = vllm_config.model_config.max_model_len
         if config.position_embedding_type == "learned" and length > config.max_position_embeddings:

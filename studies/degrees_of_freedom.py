@@ -151,7 +151,8 @@ below 0.1 nats, and is not finite where it never did."""
                 verdict_below(logits["sparse-causal"], dense),
             ),
             "mixed": Finding(
-                _compare(logits, "sparse-causal", "mixed-causal", "largest logit"),
+                f"{_compare(logits, 'sparse-causal', 'mixed-causal', 'largest logit')}; without the sparse part, "
+                f"{format_values(dense, 2)} for `dense-local-causal`",
                 verdict_below(logits["sparse-causal"], logits["mixed-causal"]),
             ),
         }

@@ -109,7 +109,8 @@ model can reach with several attempts?"""
     protocol = """\
 All arms of a seed start from the same model. `none` stays as it is, `grpo` is trained by TRL's GRPO, `soft-grpo` by
 SofT-GRPO, with the same problems, reward (1 for the right answer, else 0), number of updates, learning rate and other
-settings, which are those that SofT-GRPO was published with. All sample at temperature 1 with top-k 5 and top-p 0.95.
+settings. The rate is 3e-4 at `micro`, where no other was tried for either, and at `paper` 1e-6, with which SofT-GRPO
+was published, as with the other settings. All sample at temperature 1 with top-k 5 and top-p 0.95.
 pass@k, the probability that at least one of k attempts is right, is measured on problems that are in no training, by
 the unbiased estimator (arXiv:2107.03374) from 64 samples of each problem at `micro` and 32 at `paper`, with discrete
 and with soft thinking. The claims compare soft thinking of `soft-grpo` with discrete thinking of `grpo` and `none`.

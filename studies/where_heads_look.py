@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
 from lsgpt.configuration import load_arms
+from lsgpt.modeling_lsgpt import Visibility
 from lsgpt.training import parse_arguments
 from lsgpt.training.data import pack, tokenize
 from lsgpt.training.train import load_texts
 from lsgpt.utilities import table
 
-from .inspection import FIGURES, attention_statistics
+from .inspection import FIGURES, attention_statistics, head_figures
 from .learning_rates import verdict_below
 from .study import Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, mean, validation_blocks
 
@@ -27,6 +28,8 @@ NUM_BLOCKS = 8
 LENGTH = 512
 FAR = 128
 """The distance from which keys count as far in the pretrained model; in the trained ones it is the window of `ls`."""
+WINDOW = 12
+"""The window of `ls` at `micro`, in tokens."""
 
 
 class WhereHeadsLook(TrainingStudy):
@@ -38,10 +41,13 @@ class WhereHeadsLook(TrainingStudy):
 LS-attention rests on two assumptions: near tokens need dense attention, whose matrices have a high rank, and far ones
 need sparse attention only. Is that what trained models do?"""
     protocol = f"""\
-`mhsa` and `ls` are trained on the same text; `{PRETRAINED}` is SmolLM2-135M-Instruct as it was published, and its
-seeds are different blocks of text. The figures are means over layers, heads and {NUM_BLOCKS} blocks of {LENGTH} tokens
-of validation text, defined in docs/inspect.md. Far are keys that the window of `ls` does not reach (12 tokens at
-`micro`), and {FAR} tokens away or more for `{PRETRAINED}`, whose published name or folder is `{SOURCE_FIELD}`."""
+`mhsa` and `ls` are trained on the same text; `{PRETRAINED}` is SmolLM2-135M-Instruct, or the checkpoint that
+`{SOURCE_FIELD}` names, and its seeds are different blocks of text. In the runs at `micro`, its weights were read
+from a 4-bit GGUF file. The figures are means over layers, heads and {NUM_BLOCKS} blocks of {LENGTH} tokens of
+validation text, defined in docs/inspect.md. Far are keys that the window of `ls` does not reach ({WINDOW} tokens at
+`micro`), and {FAR} tokens away or more for `{PRETRAINED}`. For comparison, the table also has the figures of heads
+that attend equally to all keys that they may see. Effective ranks of heads with and without a window differ for that
+reason alone, so the verdict about them says little about what heads learn."""
     claims = {
         "near": Claim(
             "most attention is on near tokens",
@@ -127,6 +133,9 @@ of validation text, defined in docs/inspect.md. Far are keys that the window of 
                 # Local heads have no far keys, and so no entropy over them.
                 cells = [format_values(x for x in of_figure if not math.isnan(x)) for of_figure in values]
                 rows.append([f"`{arm}`, {kind} heads", *cells])
+        for what, window in (("every earlier key", LENGTH), (f"the last {WINDOW} keys", WINDOW)):
+            cells = [format_values([x]) if math.isfinite(x) else "-" for x in uniform_figures(window).tolist()]
+            rows.append([f"equal weights on {what}", *cells])
         words = "\n".join(f"- {title}: {text}" for title, text in FIGURES.values())
         return f"{table(rows, ['heads', *(title for title, _ in FIGURES.values())])}\n\n{words}"
 
@@ -148,6 +157,12 @@ def statistics_of(model, ids: torch.Tensor, far: int) -> dict:
     figures = {name: getattr(statistics, name) for name in FIGURES}
     rounded = {name: [[round(x, 4) for x in row] for row in values.tolist()] for name, values in figures.items()}
     return {"is_local": statistics.is_local.tolist(), **rounded}
+
+
+def uniform_figures(window: int) -> torch.Tensor:
+    """The figures of a head that attends equally to the last `window` keys, in blocks as long as those of the study."""
+    visible = Visibility(LENGTH, LENGTH, window=window).dense()[0, 0]
+    return head_figures(visible / visible.sum(-1, keepdim=True), visible, WINDOW)
 
 
 def _mean_over_heads(run: dict, name: str, local: bool | None = None) -> float:
