@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.training.report import describe_environment
+from lsgpt.training.report import describe_environment, finite
 
 from .registry import load_study
-from .runner import finite, result_file
+from .runner import result_file
 
 
 def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):

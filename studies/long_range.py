@@ -12,7 +12,7 @@ from lsgpt.training.plots import average_in_bins, plot_curves
 from lsgpt.utilities import table
 
 from .streams import train_on_stream
-from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, mean, points
+from .study import SEED_OF_EVALUATION, Claim, Finding, Runs, Scale, Study, format_values, is_below, mean, points
 
 
 MARK, ASK = 0, 1
@@ -20,9 +20,6 @@ MARK, ASK = 0, 1
 
 MIN_SIZE = 4
 """Length of the shortest string to copy, and smallest number of keys in a row of `recall`."""
-
-SEED_OF_EVALUATION = 2**31
-"""Never the seed of a run, so models are evaluated on rows that they were not trained on."""
 
 LEARNT, CLOSE = 0.5, 0.05
 """The accuracy from which a task counts as learnt, and the largest difference in accuracy that counts as none."""

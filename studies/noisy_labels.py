@@ -19,7 +19,7 @@ from lsgpt.utilities import table
 
 from .learning_rates import verdict_below
 from .streams import small_training
-from .study import Claim, Finding, Runs, Scale, Study, format_values, is_below, points
+from .study import Claim, Finding, Runs, Scale, Study, differences, format_values, is_below, points
 
 
 DIGITS = "scikit-learn"
@@ -176,15 +176,15 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         return {
             "wrong": Finding(
                 _list("accuracy with wrong labels", wrong, (CROSS_ENTROPY, *EXPONENTIATED)),
-                judge_gains([_differences(wrong[arm], wrong[CROSS_ENTROPY]) for arm in EXPONENTIATED]),
+                judge_gains([differences(wrong[arm], wrong[CROSS_ENTROPY]) for arm in EXPONENTIATED]),
             ),
             "right": Finding(
                 _list("accuracy without wrong labels", right, (CROSS_ENTROPY, *EXPONENTIATED)),
-                judge_costs([_differences(right[CROSS_ENTROPY], right[arm]) for arm in EXPONENTIATED], CLOSE),
+                judge_costs([differences(right[CROSS_ENTROPY], right[arm]) for arm in EXPONENTIATED], CLOSE),
             ),
             "baselines": Finding(
                 _list("accuracy with wrong labels", wrong, (best, *BASELINES)),
-                judge_costs([_differences(wrong[baseline], wrong[best])], CLOSE),
+                judge_costs([differences(wrong[baseline], wrong[best])], CLOSE),
             ),
         }
 
@@ -323,10 +323,6 @@ def classify(model: torch.nn.Module, images: np.ndarray, batch_size: int = 256) 
 def mean_accuracy(run: dict, is_noisy: bool) -> float:
     """The test accuracy of a run: its mean over all shares of wrong labels above 0, or that without wrong labels."""
     return statistics.fmean(fit["accuracy"] for fit in run["by_share"] if (fit["share"] > 0) == is_noisy)
-
-
-def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(first, second)]
 
 
 def _list(what: str, values: Mapping[str, list[float]], arms: Sequence[str]) -> str:

@@ -15,9 +15,21 @@ from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .learning_rates import verdict_below
-from .long_range import SEED_OF_EVALUATION
 from .streams import train_on_stream
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, format_values, is_below, mean, points
+from .study import (
+    EXCHANGED,
+    SEED_OF_EVALUATION,
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    Study,
+    differences,
+    format_values,
+    is_below,
+    mean,
+    points,
+)
 
 
 NUM_MOVES = 60
@@ -380,11 +392,6 @@ def rounded(values: torch.Tensor) -> list[float]:
 def shares_of(runs: Runs, arm: str, name: str, part: str) -> list[float]:
     """The share of legal first choices of one set of weights, within or beyond the trained length, for each seed."""
     return [run["weights"][name][f"legal_{part}"] for run in runs.of(arm)]
-
-
-def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """The differences `first - second`, seed by seed."""
-    return [a - b for a, b in zip(first, second)]
 
 
 def gains_of(name: str, shares: Mapping[tuple[str, str], Sequence[float]], length: str) -> list[float]:

@@ -2,7 +2,6 @@
 
 import fnmatch
 import json
-import math
 import os
 import sys
 import time
@@ -138,15 +137,6 @@ def _check_folder(folder: Path, scale: str, fields: Sequence[str]):
 def result_file(work: Path, arm: str, seed: int) -> Path:
     """The file to which a run writes its line of `RUNS_FILE`."""
     return work / arm / f"seed-{seed}.json"
-
-
-def finite(value):
-    """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_lines(folder: str | Path) -> list[dict]:

@@ -19,9 +19,20 @@ from lsgpt.training import AveragedWeightsCallback, StopOnBadLossCallback
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .long_range import SEED_OF_EVALUATION
 from .streams import Stream, small_training
-from .study import Claim, Finding, NotRunError, Runs, Scale, Study, deviation, format_values, is_below, mean
+from .study import (
+    SEED_OF_EVALUATION,
+    Claim,
+    Finding,
+    NotRunError,
+    Runs,
+    Scale,
+    Study,
+    deviation,
+    format_values,
+    is_below,
+    mean,
+)
 
 
 ARCHITECTURES = ("attention-only", "mhsa", "ls")

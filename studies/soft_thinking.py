@@ -34,6 +34,7 @@ from lsgpt.utilities import table
 from .streams import Stream
 from .study import (
     NUM_POINTS,
+    SEED_OF_EVALUATION,
     Claim,
     Finding,
     NotRunError,
@@ -51,9 +52,6 @@ from .study import (
 END_OF_THINKING = "</think>"
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=,", END_OF_THINKING]
-
-SEED_OF_EVALUATION = 2**31
-"""Never the seed of a run, so models are evaluated on problems that they were not trained on."""
 
 SAMPLING = {"temperature": 1.0, "top_k": 5, "top_p": 0.95}
 """Published sampling parameters, used for both kinds of thinking, in training and in evaluation."""

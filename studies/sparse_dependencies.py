@@ -23,6 +23,7 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    differences,
     format_values,
     points,
     results_table,
@@ -99,10 +100,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
             name: [math.inf if ratio == 0 else abs(math.log(ratio)) for ratio in of_name]
             for name, of_name in ratios.items()
         }
-        gains = {
-            suffix: [a - b for a, b in zip(losses[f"mhsa{suffix}"], losses[f"ls{suffix}"])]
-            for suffix in ("-hidden", "")
-        }
+        gains = {suffix: differences(losses[f"mhsa{suffix}"], losses[f"ls{suffix}"]) for suffix in ("-hidden", "")}
         return {
             "mhsa": Finding(
                 f"largest logit on the way {format_values(logits['mhsa-hidden'], 1)} for `mhsa-hidden`, "

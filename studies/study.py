@@ -27,6 +27,9 @@ VERDICTS = ("seen", "not seen", "opposite", "open")
 NUM_POINTS = 60
 """Maximum number of points that are kept of a curve: as many as a plot can show."""
 
+SEED_OF_EVALUATION = 2**31
+"""Never the seed of a run, so models are evaluated on data that were generated for no training."""
+
 
 class Claim(NamedTuple):
     """A claim and its criteria, fixed before any run. A result that meets neither criterion counts as not seen."""
@@ -276,6 +279,11 @@ def deviation(values: Iterable[float]) -> float:
     """The sample standard deviation of the finite values; 0 if there are fewer than two."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.stdev(finite) if len(finite) > 1 else 0.0
+
+
+def differences(first: Iterable[float], second: Iterable[float]) -> list[float]:
+    """The differences `first - second`, seed by seed."""
+    return [a - b for a, b in zip(first, second)]
 
 
 def format_values(values: Iterable[float | None], digits: int = 3) -> str:

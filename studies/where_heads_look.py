@@ -160,7 +160,7 @@ def statistics_of(model, ids: torch.Tensor, far: int) -> dict:
 
 
 def uniform_figures(window: int) -> torch.Tensor:
-    """The figures of a head that attends equally to the last `window` keys, in blocks as long as those of the study."""
+    """The figures of a head that attends equally to the last `window` keys, in blocks of `LENGTH` tokens."""
     visible = Visibility(LENGTH, LENGTH, window=window).dense()[0, 0]
     return head_figures(visible / visible.sum(-1, keepdim=True), visible, WINDOW)
 

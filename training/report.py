@@ -86,17 +86,18 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
+def finite(value):
+    """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_results(folder: Path, results: dict):
     """Writes `results.json`; numbers that JSON cannot represent become `null`."""
-
-    def clean(value):
-        if isinstance(value, dict):
-            return {name: clean(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [clean(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    text = json.dumps(clean(results), indent=2)
+    text = json.dumps(finite(results), indent=2)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
 
 
