@@ -3,7 +3,7 @@
 import json
 
 from lsgpt.studies import write_report
-from lsgpt.studies.runner import finite
+from lsgpt.training.report import finite
 
 
 def report_of(study, runs, folder):
