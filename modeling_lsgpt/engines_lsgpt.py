@@ -67,10 +67,21 @@ class Heads(NamedTuple):
         return result
 
     def update_cache(self, past_key_values: Cache | None) -> "Heads":
-        """Adds keys and values to the cache layer of these heads, and returns the heads with all keys to attend to."""
+        """
+        Adds keys and values to the cache layer of these heads, and returns the heads with all keys to attend to.
+        Raises `ValueError` if the cache is not of this model.
+        """
         if past_key_values is None:
             return self
         layer_idx = self.group.layer_idx
+        if layer_idx < len(past_key_values.layers):
+            layer = past_key_values.layers[layer_idx]
+            if layer.is_initialized and layer.keys.shape[1] != self.key.shape[1]:
+                raise ValueError(
+                    "`past_key_values` must be filled by this model, whose cache layers have different numbers of "
+                    f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {self.key.shape[1]}. "
+                    "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
+                )
         length, _ = past_key_values.get_mask_sizes(self.key.shape[2], layer_idx)
         key, value = past_key_values.update(self.key, self.value, layer_idx)
         # While it records the past for a rollback, Transformers 5.17's sliding layer returns more than `length` keys.

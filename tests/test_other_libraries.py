@@ -14,6 +14,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoTokenizer
 from transformers.cli.serve import Serve
 
@@ -73,6 +74,24 @@ def test_every_section_is_run_here():
         "torch.export",
         "transformers serve",
     }
+
+
+def test_prompt_tuning_and_prefix_tuning(folder):
+    """The text under PEFT: the first trains and generates, the second is refused."""
+    model, ids = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo"), torch.arange(10, 30)[None]
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=50))
+    tuned(ids, labels=ids).loss.backward()
+    assert tuned.prompt_encoder["default"].embedding.weight.grad.abs().min(-1).values.any()
+    expected = ids
+    for _ in range(12):
+        expected = torch.cat([expected, tuned.eval()(expected).logits[:, -1:].argmax(-1)], dim=1)
+    generated = tuned.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, expected)
+
+    model = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo")
+    prefix = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    with pytest.raises(ValueError, match="prefix tuning fills all layers alike; use prompt tuning or LoRA"):
+        prefix(ids)
 
 
 def test_trl(folder):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModel, GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 class TinyConfig(PreTrainedConfig):
@@ -53,6 +53,38 @@ def test_sdpa_can_dispatch_and_flash_attn_can_dispatch_judge_the_chosen_engine()
         config._attn_implementation = engine
         with pytest.raises(ValueError, match=message):
             Picky(config)
+
+
+def test_prepare_position_ids_for_generation_may_return_none():
+    class Counted(LlamaForCausalLM):
+        def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+            self.mask = model_kwargs["attention_mask"]
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+            self.positions = position_ids
+            return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+    config = LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None
+    )
+    model = Counted(config)
+    assert model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3).shape == (1, 7)
+    assert model.positions is None and model.mask.tolist() == [[1, 1, 1, 1]]
+
+
+def test_assistant_early_exit_changes_the_configurations_number_of_layers():
+    numbers = set()
+
+    class Counted(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            numbers.add(self.config.num_hidden_layers)
+            return super().forward(*args, **kwargs)
+
+    config = LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, eos_token_id=None
+    )
+    Counted(config).generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, assistant_early_exit=1)
+    assert numbers == {1, 2}
 
 
 def test_class_attributes_that_say_what_a_model_can_do():

@@ -92,6 +92,21 @@ def test_trainer_asks_the_methods_that_are_overridden(trainer):
     assert decayed["params"] == [instance.model.table] and others["params"] == []
 
 
+def test_trainer_run_epoch_is_asked_for_every_epoch_until_training_is_to_stop(trainer):
+    class Asked(Trainer):
+        epochs = 0
+
+        def _run_epoch(self, *args, **kwargs):
+            self.epochs += 1
+            self.control.should_training_stop = self.epochs == 2
+
+    instance = trainer()
+    instance.args.num_train_epochs, instance.args.max_steps = 5, -1
+    instance = Asked(instance.model, instance.args, train_dataset=[{"input_ids": [1, 2]}] * 2)
+    instance.train()
+    assert instance.epochs == 2 and instance.state.global_step == 0
+
+
 def test_get_available_reporting_integrations():
     from transformers.integrations import get_available_reporting_integrations  # noqa: PLC0415
 
