@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from reference import assert_as_exact_as, dense_attention, visible_pairs
+from reference import assert_as_exact_as, autograd_functions, dense_attention, visible_pairs
 from torch.nn.attention.flex_attention import flex_attention
 
 from lsgpt.modeling_lsgpt import (
@@ -230,6 +230,16 @@ def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, monkeypatch):
             check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **SINKS)
 
 
+def test_sinks_on_the_cpu_take_the_operator_that_returns_the_log_sum_exp():
+    """But with dropout, which it does not have, the sink is a key of its own."""
+    for dropout in (0.0, 0.5):
+        for heads, length in (((4, 0, 4), 200), ((4, 0, 2), WINDOW)):  # in blocks, and in one piece
+            attention, config = build(heads, "sdpa", torch.float32, attention_dropout=dropout, **SINKS)
+            qkv, plan = random_qkv(1, heads, length, 20, torch.float32), plan_for(config, torch.empty(1, length, 0))
+            output = attend(attention.train(), qkv, plan, torch.zeros(4)).output
+            assert ("_SinkAttentionBackward" in autograd_functions(output)) == (dropout == 0)
+
+
 def test_dropout_beside_sinks():
     heads, length = (4, 0, 4), 200
     attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5, **SINKS)
@@ -336,6 +346,20 @@ def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dty
     assert calls == ([parts] if parts > 1 else [])
 
 
+@pytest.mark.parametrize("reason", ["grouped queries", "dropout", "no gradients", "autocast"])
+def test_global_heads_that_cannot_be_divided_take_the_plain_path(reason, four_threads, monkeypatch):
+    monkeypatch.setattr(cpu_lsgpt, "MIN_PART_LENGTH", 20)
+    monkeypatch.setattr(engines_lsgpt, "causal_attention_forward", None)
+    heads = (6, 2, 3) if reason == "grouped queries" else (6, 1, 6)
+    if reason != "dropout":
+        with torch.set_grad_enabled(reason != "no gradients"), torch.autocast("cpu", enabled=reason == "autocast"):
+            check(heads, "sdpa", torch.float32, 63, batch_size=1, gradients=reason == "grouped queries")
+        return
+    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
+    plan = plan_for(config, torch.empty(1, 63, 0))
+    assert attend(attention.train(), random_qkv(1, heads, 63, 20, torch.float32), plan).output.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["plain", "left", "packed"])
 @pytest.mark.parametrize(("head_dim", "width"), [(4, 16), (8, 16), (12, 12), (20, 20)])
 def test_narrow_heads_are_filled_up(head_dim, width, name, monkeypatch):
@@ -428,15 +452,16 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         return output
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("name", ["plain", "left", "packed", "packed-ones", "packed-right"])
-def test_local_heads_never_build_a_square(name):
+def test_local_heads_never_build_a_square(name, has_sinks):
     heads, length, head_dim = (2, 0, 2), 4096, 4
-    attention, config = build(heads, "sdpa", torch.float32, window=16, head_dim=head_dim)
+    attention, config = build(heads, "sdpa", torch.float32, window=16, head_dim=head_dim, attention_sinks=has_sinks)
     told, _ = scenario(name, 2, length)
     qkv = random_qkv(2, heads, length, head_dim, torch.float32)
     with LargestTensor() as largest:
         plan = plan_for(config, torch.empty(2, length, 0), **told)
-        attend(attention, qkv, plan).output.sum().backward()
+        attend(attention, qkv, plan, torch.zeros(2) if has_sinks else None).output.sum().backward()
     assert plan.forms[LOCAL].ndim == 5
     assert largest.numel <= 2 * length * 2 * (64 + 16)  # batch x tokens x heads x span of a block
 
@@ -467,14 +492,20 @@ def test_custom_4d_mask_applies_to_global_heads_and_inside_the_window(engine, dt
     torch.testing.assert_close(actual, expected)
 
 
-def test_dropout_drops_and_keeps_the_mean():
-    heads, length = (4, 1, 4), 200
-    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
-    plan = plan_for(config, torch.empty(1, length, 0))
-    q, k, _ = random_qkv(1, heads, length, 20, torch.float32)
-    value = torch.ones(1, 4, length, 20)
-    trained = attend(attention.train(), (q, k, value), plan).output
-    assert trained[:, WINDOW:].std() > 0.05  # some weights dropped, in both kinds of heads
-    torch.testing.assert_close(trained.mean((0, 1, 3)), torch.ones(4), atol=0.1, rtol=0)
-    evaluated = attend(attention.eval(), (q, k, value), plan).output
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@pytest.mark.parametrize("probability", [0.2, 0.5])
+def test_dropout_drops_its_share_in_each_head_and_keeps_the_mean(engine, probability):
+    """Of n equal weights on values of 1: the outputs then have a mean of 1 and a variance of p / ((1 - p) n)."""
+    heads, length = (4, 2, 4), 300
+    attention, config = build(heads, engine, torch.float32, attention_dropout=probability)
+    plan = plan_for(config, torch.empty(8, length, 0))
+    query = torch.randn(8, 4, length, 20)
+    qkv = query, torch.zeros_like(query), torch.ones_like(query)
+    trained = attend(attention.train(), qkv, plan).output[..., 0].double()
+    num_keys = torch.arange(1, length + 1)[:, None].expand(-1, 4).clone()
+    num_keys[:, 2:].clamp_(max=WINDOW)
+    torch.testing.assert_close(trained.mean((0, 1)), torch.ones(4).double(), atol=0.03, rtol=0)
+    variance = ((trained - 1).square() * num_keys).mean((0, 1))
+    torch.testing.assert_close(variance, torch.full((4,), probability / (1 - probability)).double(), rtol=0.15, atol=0)
+    evaluated = attend(attention.eval(), qkv, plan).output
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))

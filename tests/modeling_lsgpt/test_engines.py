@@ -1,5 +1,6 @@
 """The way through the attention: one table of engines, four files, and a decode step that waits for nothing."""
 
+import copy
 import inspect
 import re
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from reference import assert_as_exact_as, visible_pairs
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lsgpt.modeling_lsgpt
 from lsgpt import LSGPTForCausalLM
@@ -169,6 +172,109 @@ def test_a_plan_moves_to_another_device(tiny_config):
             assert {x.device.type for x in tensors} == {"meta"}
             if engine == "flex_attention":
                 assert form.mask_mod.visibility.padding_mask.device.type == "meta"
+
+
+@pytest.fixture
+def flash_calls(monkeypatch):
+    """
+    Registers `my_flash`, a function that takes what Transformers' wrapper of FlashAttention takes, and returns the
+    list of its calls: number of keys, window, and shape of the padding mask.
+    """
+    calls = []
+
+    def my_flash(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
+        calls.append(
+            (key.shape[2], sliding_window, attention_mask if attention_mask is None else attention_mask.shape)
+        )
+        sizes = query.shape[2], key.shape[2]
+        visible = visible_pairs(1, 0 if sliding_window else 1, sliding_window or 0, *sizes, attention_mask)
+        return sdpa_attention_forward(module, query, key, value, visible, scaling=kwargs["scaling"])
+
+    functions = {**AttentionInterface._global_mapping, "my_flash": my_flash}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+    return calls
+
+
+@torch.no_grad()
+def test_flash_attention_gets_windows_and_padding(tiny_model, flash_calls):
+    """The prompt, a chunk after the local heads' cache has dropped tokens, and a single token."""
+    model, ids, padding = tiny_model(torch.bfloat16), torch.randint(97, (2, 40)), torch.ones(2, 40)
+    padding[1, :6] = 0
+    plain = model(ids, attention_mask=padding).logits
+    exact = copy.deepcopy(model).double()(ids, attention_mask=padding).logits
+    model.config._attn_implementation = "my_flash"
+    cache, logits = DynamicCache(config=model.config), []
+    for end, size in ((20, 20), (39, 19), (40, 1)):
+        inputs = {"attention_mask": padding[:, :end], "past_key_values": cache}
+        logits.append(model(ids[:, end - size : end], **inputs).logits)
+        assert set(flash_calls) == {(end, None, (2, end)), (min(end, 7 + size), 8, (2, min(end, 7 + size)))}
+        flash_calls.clear()
+    actual, exact, plain = ([x[padding.bool()]] for x in (torch.cat(logits, dim=1), exact, plain))
+    assert_as_exact_as(actual, exact, plain, model.config.head_dim)
+
+
+@torch.no_grad()
+def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
+    ids, positions = torch.randint(97, (2, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    for dtype, inputs, message in (
+        (torch.float32, {}, "computes in float16 or bfloat16; got torch.float32"),
+        (torch.bfloat16, {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, "does not support a 4-D"),
+        (torch.bfloat16, {"position_ids": positions}, "packed documents only in a single row without padding"),
+    ):
+        model = tiny_model(dtype)
+        model.config._attn_implementation = "my_flash"
+        with pytest.raises(ValueError, match=message):
+            model(ids, **inputs)
+    assert not flash_calls
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"num_key_value_heads": 3},
+        {"num_key_value_heads": 3, "attention_sinks": True},
+        {"attn_logit_softcapping": 2.0},
+    ],
+    ids=["plain", "gqa", "gqa-sinks", "softcap"],
+)
+@torch.no_grad()
+def test_flex_attention_as_on_a_gpu(tiny_model, monkeypatch, values):
+    """The calls that a GPU compiles, here without compiling them."""
+    monkeypatch.setattr(engines_lsgpt, "is_tracing", lambda *tensors: bool(tensors))
+    monkeypatch.setattr(engines_lsgpt, "_flex_uncompiled", None)  # the branch of the CPU
+    values, ids = {"head_dim": 16, "num_global_heads": 2, **values}, torch.randint(97, (2, 40))
+    with torch.compiler.set_stance("force_eager"):
+        actual = tiny_model(engine="flex_attention", **values)(ids).logits
+    torch.testing.assert_close(actual, tiny_model(engine="eager", **values)(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@torch.no_grad()
+def test_decode_steps_of_flex_attention_are_soft_capped(tiny_model, has_sinks):
+    """`sdpa`, which takes single tokens otherwise, cannot do it."""
+    values = {"attn_logit_softcapping": 0.5, "attention_sinks": has_sinks}
+    ids, logits = torch.randint(97, (2, 21)), []
+    for engine in ("flex_attention", "eager"):
+        model = tiny_model(engine=engine, **values)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache)
+        logits.append(model(ids[:, 20:], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_that_a_cache_returns_beyond_those_it_announced_are_cut_off(tiny_model):
+    """As the sliding layer of Transformers 5.17 does while it records the past for a rollback."""
+
+    class Recording(DynamicCache):
+        def update(self, key, value, layer_idx, *args):
+            key, value = super().update(key, value, layer_idx, *args)
+            return (torch.nn.functional.pad(x, (0, 0, 3, 0), value=9.0) for x in (key, value))
+
+    model, ids = tiny_model().requires_grad_(False), torch.randint(97, (1, 30))
+    caches = [cache_class(config=model.config) for cache_class in (DynamicCache, Recording)]
+    logits = [torch.cat([model(x, past_key_values=c).logits for x in ids.split(10, dim=1)], dim=1) for c in caches]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])

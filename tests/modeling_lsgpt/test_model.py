@@ -158,6 +158,24 @@ def test_a_custom_mask_decides_and_positions_do_not(tiny_model, engine, is_boole
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "additive"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_custom_mask_of_cached_and_new_tokens(tiny_model, engine, is_boolean, has_sinks):
+    """In chunks beside a cache that has dropped what local heads no longer see."""
+    model = tiny_model(torch.float64, engine, attention_sinks=has_sinks).requires_grad_(False)
+    ids = torch.randint(97, (2, 40))
+    mask = (torch.rand(2, 1, 40, 40) < 0.6).tril() | torch.eye(40).bool()
+    if not is_boolean:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    cache, logits, begin = DynamicCache(config=model.config), [], 0
+    for size in (20, 1, 15, 1, 3):
+        part = mask[:, :, begin : begin + size, : begin + size]
+        logits.append(model(ids[:, begin : begin + size], attention_mask=part, past_key_values=cache).logits)
+        begin += size
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "additive"])
 def test_a_custom_mask_need_not_cover_the_empty_slots_of_a_static_cache(tiny_model, engine, is_boolean):
     model, ids = tiny_model(torch.float64, engine).requires_grad_(False), torch.randint(97, (2, 12))
     mask = torch.ones(2, 1, 12, 12).tril().bool()
@@ -226,6 +244,25 @@ def test_labels_shift_and_num_items_in_batch(tiny_model):
     torch.testing.assert_close(model(input_ids, labels=labels).loss, expected)
     total = expected * 2 * 40
     torch.testing.assert_close(model(input_ids, labels=labels, num_items_in_batch=1000).loss, total / 1000)
+
+
+@pytest.mark.parametrize("field", ["embd_dropout", "resid_dropout"])
+def test_dropout_of_embeddings_and_branches(tiny_model, field):
+    model, shares = tiny_model(**{field: 0.3}), []
+
+    def note(module, inputs, output):
+        shares.append((output == 0).double().mean().item())
+
+    places = [model.model.dropout] if field == "embd_dropout" else [layer.dropout for layer in model.model.layers]
+    for place in places:
+        place.register_forward_hook(note)
+    ids = torch.randint(97, (4, 60))
+    model.train()(ids)
+    assert len(shares) == (1 if field == "embd_dropout" else 4)  # two branches in each of two layers
+    assert shares == pytest.approx([0.3] * len(shares), abs=0.03)
+    shares.clear()
+    model.eval()(ids)
+    assert max(shares) < 0.01
 
 
 @pytest.mark.parametrize("skip_logits", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import triton_lsgpt
@@ -54,6 +54,19 @@ def test_model_equals_sdpa(models, tiny_model, name):
         for output, model in zip(outputs, models)
     ]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_packed_documents_continue_from_a_cache(models):
+    ids, positions = torch.randint(97, (1, 40), device=DEVICE), inputs_of("packed")["position_ids"][:1]
+    logits = []
+    for model in models:
+        cache = DynamicCache(config=model.config)
+        parts = [(ids[:, part], positions[:, part]) for part in (slice(20), slice(20, 40))]
+        steps = [model(x, position_ids=p, past_key_values=cache).logits for x, p in parts]
+        logits.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    alone = [models[0](part).logits for part in ids.split((15, 25), dim=1)]
+    torch.testing.assert_close(logits[1], torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["padding", "packed"])

@@ -3,10 +3,11 @@ import logging
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import (
@@ -79,8 +80,10 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path, caplog, monkeypatch, accumulation):
+@pytest.mark.parametrize(("accumulation", "micro_batch"), [(1, 0), (4, 0), (4, 2), (4, 3)])
+def test_a_bad_loss_ends_the_run_with_the_last_good_weights(
+    tiny_model, tmp_path, caplog, monkeypatch, accumulation, micro_batch
+):
     """A fault in one micro-batch of the third step: an infinity out of one projection."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = tiny_model().train()
@@ -95,17 +98,25 @@ def test_a_bad_loss_ends_the_run_with_the_last_good_weights(tiny_model, tmp_path
         save_strategy="no",
         logging_steps=1,
     )
-    after_step = {}
+    after_step, batches = {}, []
+    callback = StopOnBadLossCallback()
 
     class Remember(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             after_step[state.global_step] = {name: p.clone() for name, p in model.state_dict().items()}
+            again = state.global_step == 3  # the bad one, to find the layer
+            assert len(callback._batches) == accumulation + again  # those of the step, and no others
 
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[StopOnBadLossCallback(), Remember()])
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback, Remember()])
+
+    def begin(model, args, inputs):
+        batches.append(inputs["input_ids"].tolist())
 
     def fault(module, inputs, output):
-        return output * float("inf") if trainer.state.global_step == 2 else output
+        bad = 2 * accumulation + micro_batch
+        return output * float("inf") if len(batches) > bad and batches[-1] == batches[bad] else output
 
+    model.register_forward_pre_hook(begin, with_kwargs=True)
     model.model.layers[1].mlp.down_proj.register_forward_hook(fault)
     trainer.train()
     assert trainer.state.global_step == 3
@@ -145,6 +156,15 @@ def test_a_bad_gradient_ends_the_run_with_the_last_good_weights(
     assert "a gradient of step 3 is not finite; saving the weights of step 2" in caplog.text
     saved = LSGPTForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
+
+
+def test_bad_gradients_are_left_to_the_scaler_of_float16(tiny_model):
+    model = tiny_model()
+    model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, float("inf"))
+    for fp16 in (True, False):
+        args, control = SimpleNamespace(fp16=fp16, device=torch.device("cpu")), TrainerControl()
+        StopOnBadLossCallback().on_pre_optimizer_step(args, TrainerState(global_step=2), control, model=model)
+        assert control.should_training_stop == (not fp16) and (model.lm_head.weight.grad is None) == (not fp16)
 
 
 def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):

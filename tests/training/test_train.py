@@ -141,6 +141,28 @@ def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_pa
         assert "tokens per second" in (killed / "report.md").read_text(encoding="utf-8")
 
 
+def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path):
+    """Shuffled, with several batches in a step: the weights are those of a run that was left alone, to the bit."""
+    fields = {"streaming": True, "gradient_accumulation_steps": 2, "max_steps": 6, "save_steps": 3, "eval_steps": 6}
+    documents = [f"document {i} has {i * i} in it.\n" * 9 for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    file = recipe(**fields, dataset_name=str(tmp_path / "text.jsonl"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(file, "--output_dir", whole)
+    shutil.copytree(whole / "checkpoint-3", killed / "checkpoint-3")
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        shutil.copy(whole / name, killed)
+    train("--resume_from_checkpoint", killed)
+    assert_equal_weights(killed, whole)
+
+    tokens = []  # of the whole text, and of two equal streams and one with another seed
+    for seed in (1, 1, 2):
+        arguments = parse_arguments(file, ["--output_dir", str(tmp_path / "other"), "--seed", str(seed)])
+        trainer = build_trainer(arguments)
+        tokens.append([row["input_ids"] for row in trainer.train_dataset])
+    assert tokens[0] == tokens[1] != tokens[2] and sorted(tokens[0]) == sorted(tokens[2])
+
+
 def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
     """With `load_best_model_at_end`, the weights that are saved need not be those of the last evaluation."""
     fields = {"load_best_model_at_end": True, "greater_is_better": True, "eval_steps": 4}  # the highest loss
@@ -223,6 +245,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
         "max_eval_blocks": 5,
         "stabilizers": ["z-loss", "softcap"],
         "max_steps": 7,
+        "gradient_accumulation_steps": 2,
     }
     output = train(recipe(**options), "--output_dir", folder)
     assert "on a stream of blocks of 32 tokens" in output
@@ -250,7 +273,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
 
     # The figures are those of the checkpoint: perplexity and bits per byte of the first five blocks.
     results = json.loads((folder / "results.json").read_text())
-    assert (results["status"], results["step"], results["tokens"]) == ("finished", 7, 7 * 2 * 32)
+    assert (results["status"], results["step"], results["tokens"]) == ("finished", 7, 7 * 2 * 2 * 32)
     tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
     held_out = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(documents[19::20])["input_ids"]]
     positions = [i for ids in held_out for i in range(len(ids))]
