@@ -5,6 +5,7 @@ The rows of an optimizer step are the same for one process and for two. On the C
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,10 +13,16 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training import AveragedWeightsCallback, LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
+from lsgpt.training import (
+    AveragedWeightsCallback,
+    LogitTelemetryCallback,
+    LSGPTTrainer,
+    SaveOnSignalCallback,
+    StopOnBadLossCallback,
+)
 from lsgpt.training.healing import measure_perplexity
 
 
@@ -29,6 +36,14 @@ def rows() -> list[dict]:
     return [{"input_ids": row, "labels": [-100] * (7 * i % 20) + row[7 * i % 20 :]} for i, row in enumerate(ids)]
 
 
+class EndInTheSecondStep(TrainerCallback):
+    """Sends SIGTERM to its own process."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(folder: str | Path, kind: str):
     """
     A run of 6 steps; leaves checkpoints and `history.json` in `folder`. The runs `plain` and `resumed` average their
@@ -37,8 +52,8 @@ def train(folder: str | Path, kind: str):
     Args:
         folder: Where to.
         kind: `plain`; `resumed`, from the third step of the `plain` run beside it; `bad`, with an infinity in the last
-            process at the third step; `clip`, with QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another
-            model.
+            process at the third step; `signal`, with SIGTERM to the last process in the second step; `clip`, with
+            QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another model.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
@@ -105,6 +120,10 @@ def train(folder: str | Path, kind: str):
         model.model.layers[1].mlp.down_proj.register_forward_hook(
             lambda module, inputs, output: output * (float("inf") if trainer.state.global_step == 2 else 1.0)
         )
+    if kind == "signal":
+        trainer.add_callback(SaveOnSignalCallback())
+        if args.process_index == processes - 1:
+            trainer.add_callback(EndInTheSecondStep())
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
