@@ -13,7 +13,9 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 import types
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -69,6 +71,13 @@ class Program:
     def errors(self) -> str:
         """What it has printed to the standard error."""
         return self._files[1].read_text(encoding="utf-8")
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 120):
+        """Waits for something that the program does while it runs."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.is_alive() and time.monotonic() < deadline, self.errors
+            time.sleep(0.01)
 
     def wait(self, timeout: float = 600) -> int:
         """The exit status. A program that takes longer is told to end, and then killed."""

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 
 import fresh
@@ -74,9 +73,7 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     fields = small_fields(max_steps="12", block_size="64")
     program = fresh.Program("-m", "lsgpt_cli", "study", "learning-rates", "--only", arm, "--seeds", "1", *fields)
     work = tmp_path / "runs" / "study-learning-rates-micro" / "work"
-    while not list((work / arm).glob("seed-42/checkpoint-*/trainer_state.json")):
-        assert program.process.is_alive(), program.errors
-        time.sleep(0.05)
+    program.wait_until(lambda: any((work / arm).glob("seed-42/checkpoint-*/trainer_state.json")))
     program.process.terminate()  # SIGTERM
     program.wait()
     assert "Run the same command again to continue" in program.errors

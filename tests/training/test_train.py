@@ -4,8 +4,6 @@ import json
 import logging
 import re
 import shutil
-import time
-from pathlib import Path
 
 import fresh
 import pytest
@@ -81,12 +79,6 @@ def start(*arguments):
     return fresh.Program("-m", "lsgpt_cli", "train", *arguments)
 
 
-def wait_for(path: Path, program):
-    while not path.exists():
-        assert program.process.is_alive(), program.errors
-        time.sleep(0.01)
-
-
 def logged(folder):
     """What was logged, without times."""
     names = ("step", "loss", "grad_norm", "learning_rate", "epoch", "max_logit", "eval_loss", "eval_perplexity")
@@ -106,7 +98,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
     assert "perplexity" in output
 
     program = start(recipe(), "--output_dir", killed)
-    wait_for(killed / "checkpoint-8" / "trainer_state.json", program)
+    program.wait_until((killed / "checkpoint-8" / "trainer_state.json").exists)
     program.process.kill()
     program.wait()
     assert not (killed / "results.json").exists()
@@ -217,7 +209,7 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     program = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)
-    wait_for(stopped / "metrics.jsonl", program)
+    program.wait_until((stopped / "metrics.jsonl").exists)
     program.process.terminate()  # SIGTERM
     assert program.wait() == 0, program.errors
     step = int(re.search(r"Saved step (\d+)\. Resume with: lsgpt train --resume_from_checkpoint", program.output)[1])
