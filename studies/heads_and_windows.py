@@ -62,7 +62,7 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 1.5),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 0.9),
         "paper": Scale("paper-v1", {}, 3, 4000.0),
     }
 

@@ -76,7 +76,7 @@ the share of steps whose loss is more than six standard deviations above the mea
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 1.6),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 1.3),
         "paper": Scale("paper-v1", {"max_steps": 50_000, "stop_at_step": None}, 3, 2400.0),
     }
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

@@ -82,7 +82,7 @@ the tokens in the second half of each."""
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 1.7),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 1.0),
         "paper": Scale("paper-v1", {}, 3, 5000.0),
     }
 

@@ -38,7 +38,7 @@ the final loss of `mhsa` less that of `ls`, in nats per token, for each seed."""
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 0.9),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 0.5),
         "paper": Scale("paper-v1", {}, 3, 2000.0),
     }
 
