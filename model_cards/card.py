@@ -155,7 +155,7 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
         config: The model's configuration.
         file: Where to write, a path or an open binary file.
     """
-    colors = {"global": "#1f4e8c", "local": "#f2a541"}
+    colors = {"global": "#d9480f", "local": "#1971c2"}  # as on the page of `lsgpt inspect`
     layers, heads, length = config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings
     window = min(config.sliding_window, length)
     regions = {"global": [(0, 0), (length, length), (0, length)]}
@@ -175,7 +175,7 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
     axes[0].set_yticks([layer - 0.5 for layer in range(layers + 1)], minor=True)
     axes[0].grid(which="minor", color="white", linewidth=1)
     axes[0].tick_params(which="both", length=0)
-    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'blue' if kind == 'global' else 'orange'})" for kind in kinds))
+    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'orange' if kind == 'global' else 'blue'})" for kind in kinds))
     axes[0].set_xlabel("head")
     axes[0].set_ylabel("layer")
     for axis, kind in zip(axes[1:], kinds):
