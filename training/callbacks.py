@@ -49,7 +49,7 @@ class MetricsFileCallback(TrainerCallback):
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Reads the log events from a file of `MetricsFileCallback`; skips a last line that was cut off by a crash."""
+    """Reads JSON lines, such as those of `MetricsFileCallback`; skips a last line that was cut off by a crash."""
     logs = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -206,8 +206,9 @@ class StopOnBadLossCallback(TrainerCallback):
 @torch.no_grad()
 def _has_bad_gradient(model: nn.Module) -> bool:
     """Whether a gradient has a NaN or an infinity; of a sharded model, in this process's part of it."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return not nn.utils.get_total_norm([local_part(x) for x in gradients], norm_type=math.inf).isfinite()
+    gradients = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    parts = [part for part in gradients if part.numel()]  # of a short parameter, not every process holds a part
+    return not nn.utils.get_total_norm(parts, norm_type=math.inf).isfinite()
 
 
 @torch.no_grad()

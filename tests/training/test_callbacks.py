@@ -167,6 +167,19 @@ def test_bad_gradients_are_left_to_the_scaler_of_float16(tiny_model):
         assert control.should_training_stop == (not fp16) and (model.lm_head.weight.grad is None) == (not fp16)
 
 
+def test_gradients_of_parameters_of_which_another_process_holds_all(tiny_model):
+    """As FSDP2 leaves them if there are fewer rows than processes."""
+    model = tiny_model()
+    model.empty = torch.nn.Parameter(torch.empty(0, 3))
+    args = SimpleNamespace(fp16=False, device=torch.device("cpu"))
+    for value in (1.0, float("nan")):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        control = TrainerControl()
+        StopOnBadLossCallback().on_pre_optimizer_step(args, TrainerState(global_step=2), control, model=model)
+        assert control.should_training_stop == (value != 1.0)
+
+
 def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
     args = TrainingArguments(tmp_path, max_steps=2, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
