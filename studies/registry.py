@@ -13,6 +13,7 @@ STUDIES = {
     "stabilizers": "stabilizers",
     "long-training": "long_training",
     "heads-and-windows": "heads_and_windows",
+    "heads-or-layers": "heads_or_layers",
     "positions": "positions",
     "sparse-dependencies": "sparse_dependencies",
     "lengths": "lengths",

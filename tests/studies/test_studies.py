@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lsgpt_cli
+from lsgpt.modeling_lsgpt import GLOBAL
 from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.learning_rates import arm_at, sensitivity
@@ -25,6 +26,7 @@ from lsgpt.studies.study import (
     spike_score,
     thin,
 )
+from lsgpt.training.compare import join_arm
 from lsgpt.training.train import largest
 
 
@@ -132,6 +134,7 @@ AT_PAPER_SCALE = {
     "stabilizers": "ls-adagc-lr0.003",
     "long-training": "ls",
     "heads-and-windows": "g2",
+    "heads-or-layers": "half-spread",
     "positions": "ls-sinusoidal",
     "sparse-dependencies": "mhsa-hidden",
     "lengths": "ls-rope",
@@ -286,6 +289,45 @@ def test_numbers_of_heads_and_windows_are_judged_by_all_of_them():
     runs = Runs({arm: made_up([4.3, 4.3]) for arm in study.arms("micro")})
     runs["w4"], runs["w48"] = made_up([3.0, None]), made_up([4.1, 4.1])
     assert "best window 48 of 512 tokens" in judge(study, runs)["window-follows-length"].figure
+
+
+@pytest.mark.parametrize("scale", ["micro", "paper"])
+def test_split_heads_and_split_layers_have_equally_large_caches(scale):
+    study = load_study("heads-or-layers")
+    base = study.base(scale, ["--bf16", "false"])  # no GPU here
+    sizes = {}
+    for arm, changes in study.arms(scale).items():
+        config = join_arm(base.recipe, arm, changes).build_config()
+        num_global = [groups.get(GLOBAL, 0) for groups in config.head_groups]
+        if arm.endswith(("layer", "layers")):
+            assert set(num_global) == {0, config.num_attention_heads}
+        sizes.setdefault(arm.split("-")[0], set()).add((sum(num_global), config.kv_cache_bytes(512)))
+    num_heads = config.num_hidden_layers * config.num_attention_heads
+    assert {name: [number for number, _ in each] for name, each in sizes.items()} == {
+        "mhsa": [num_heads],
+        "ls": [config.num_hidden_layers],
+        "one": [config.num_attention_heads],
+        "half": [num_heads // 2],
+    }
+
+
+def test_split_heads_are_compared_with_the_best_split_of_layers():
+    study = load_study("heads-or-layers")
+
+    def judged(**losses):
+        runs = Runs()
+        for arm in study.arms("micro"):
+            loss = losses.get(arm.replace("-", "_"), 4.3)
+            runs[arm] = made_up([loss, loss + 0.01, loss - 0.01])
+            for run in runs[arm]:
+                run["max_logit"] = 10 * run["eval_loss"]
+        return {finding.verdict for finding in judge(study, runs).values()}
+
+    assert judged(one_spread=4.2, half_spread=4.2) == {"seen"}
+    assert judged(one_spread=4.2) == {"not seen"}
+    assert judged(one_spread=4.2, half_spread=4.2, one_last_layer=4.2) == {"not seen"}
+    assert judged(one_middle_layer=4.2, half_odd_layers=4.2) == {"opposite"}
+    assert judged(one_spread=4.2, half_spread=4.2, one_first_layer=math.inf, half_even_layers=math.inf) == {"seen"}
 
 
 def test_lengths_are_judged_by_their_criteria():
