@@ -13,7 +13,6 @@ from lsgpt.training.metrics import token_losses
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import compare_losses
 from .streams import train_on_stream
 from .study import (
     EXCHANGED,
@@ -23,6 +22,7 @@ from .study import (
     Scale,
     Study,
     below,
+    compare_losses,
     curves_over,
     format_values,
     is_below,
@@ -109,7 +109,7 @@ nats per pixel."""
                 },
             },
             3,
-            1.2,
+            0.5,
         ),
         "paper": Scale(
             None,
@@ -163,7 +163,7 @@ nats per pixel."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
+        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms(runs.scale)}
         pairs = {
             "row": ("local-only-one-row", "local-only-half-row"),
             "global-head": ("ls-half-row", "local-only-one-row"),
