@@ -194,8 +194,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--far",
         metavar="N",
         type=_positive_int,
-        help="distance in tokens from which keys count as far; default: the window of the model's local heads, or 128 "
-        "if it has none, but at most half a block",
+        help="distance in tokens from which keys count as far; default: the window of an LSGPT's local heads, or 128 "
+        "without any and in other models, but at most half a block",
     )
     inspect.set_defaults(run=_inspect)
 

@@ -20,7 +20,7 @@ from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_pre
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
-from lsgpt.training.report import format_results, points_of
+from lsgpt.training.report import format_results, points_of, read_results
 from lsgpt.utilities import compare_costs, describe, has_sinks, runs_on_vllm, table
 
 
@@ -73,7 +73,7 @@ def make_card(
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
     metadata: dict = find_license(folder, license, recipe)
     metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
-    results = _read_results(folder)
+    results = read_results(folder) if (folder / "results.json").is_file() else None
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
     context = {
@@ -262,15 +262,6 @@ def _render(metadata: dict, tags: Sequence[str], context: dict) -> ModelCard:
     return ModelCard.from_template(data, str(Path(__file__).parent / "template.md"), table=table, **context)
 
 
-def _read_results(folder: Path) -> dict | None:
-    file = folder / "results.json"
-    if not file.is_file():
-        return None
-    results = json.loads(file.read_text(encoding="utf-8"))
-    # In JSON, `null` stands for NaN, except for `max_logit`, where it means not measured.
-    return {name: math.nan if value is None and name != "max_logit" else value for name, value in results.items()}
-
-
 def _describe_model(config: LSGPTConfig) -> dict:
     positions = config.max_position_embeddings
     return {
@@ -380,10 +371,10 @@ def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
     kinds = {"global": "max_logit_global", "local": "max_logit_local"}
     rows = {}
     for kind, key in kinds.items():
-        if points := points_of(metrics, key):
+        if points := points_of(metrics, key, math.inf):
             ends = (points[0], max(points, key=lambda point: point[1]), points[-1])
             rows[kind] = [f"{value:.3g} ({step:,})" for step, value in ends]
-    points = points_of(metrics, "max_logit")
+    points = points_of(metrics, "max_logit", math.inf)
     threshold = _with_defaults(recipe or {})["max_logit_threshold"]
     over = [step for step, value in points if value > threshold]
     return {

@@ -10,8 +10,7 @@ import torch
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import verdict_below
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, format_values, points
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, Study, below, format_values, points, verdict_below
 
 
 AT_LONGEST = "at the largest n / d, the largest logit"
@@ -126,8 +125,8 @@ below 0.1 nats, and is not finite where it never did."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        logits = {arm: _column(runs.of(arm), "max_logit", -1) for arm in self.arms("micro")}
-        divergences = {arm: _column(runs.of(arm), "divergence", -1) for arm in self.arms("micro")}
+        logits = {arm: _column(runs.of(arm), "max_logit", -1) for arm in self.arms(runs.scale)}
+        divergences = {arm: _column(runs.of(arm), "divergence", -1) for arm in self.arms(runs.scale)}
         dense, windowed = logits["dense-local-causal"], logits["dense-local-windowed"]
         shortest = _column(runs.of("dense-local-causal"), "max_logit", 0)
         window = "not seen"

@@ -12,6 +12,7 @@ from .study import (
     Runs,
     Scale,
     TrainingStudy,
+    blocks_of,
     curves_over,
     format_values,
     is_below,
@@ -22,10 +23,14 @@ from .study import (
 
 
 HEADS = (0, 1, 2, 3, 4, 5, 6)
-WINDOWS = (4, 8, 12, 24, 48, 96, 256)
-SHORT_WINDOWS = (4, 8, 12, 24, 48)
-SHORT = 128
-"""Block size, in tokens, of the second series of windows."""
+WINDOWS = {"micro": (4, 8, 12, 24, 48, 96, 256), "paper": (16, 32, 50, 96, 192, 384, 1024)}
+PAPERS_WINDOW = {"micro": 12, "paper": 50}
+LENGTH = {"micro": 512, "paper": 2048}
+"""Block size in tokens."""
+
+SHORT_WINDOWS = {"micro": (4, 8, 12, 24, 48), "paper": (16, 32, 50, 96, 192)}
+SHORT = {"micro": 128, "paper": 512}
+"""Windows and block size of a second series."""
 
 
 class HeadsAndWindows(TrainingStudy):
@@ -36,10 +41,11 @@ class HeadsAndWindows(TrainingStudy):
     question = """\
 The paper has one global head among 6 or 12 and windows of 50 to 100 tokens, and leaves open how to choose them.
 Reviewers asked for both ablations. Is there a rule in the length n and the dimension d of a head?"""
-    protocol = f"""\
-All models have six heads in each layer. `g0` to `g6` have that number of global heads, and windows of 12 tokens; `w4`
-to `w256` have one global head, and windows of that many tokens. `n{SHORT}-w4` to `n{SHORT}-w48` are the same on blocks
-of {SHORT} tokens, with as many tokens in a step: if the best window follows n, it is shorter there."""
+    protocol = """\
+All models have six heads in each layer. `g0` to `g6` have that number of global heads, and the paper's window (12
+tokens at `micro`). `w...` have one global head, and windows of that many tokens. `n...-w...` are the same on blocks of
+a quarter of the length (128 tokens at `micro`), with as many tokens in a step and the same text in the evaluation: if
+the best window follows the length, it is shorter there."""
     claims = {
         "one-global-head": Claim(
             "one global head in a layer is enough",
@@ -50,15 +56,15 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
         "paper-window": Claim(
             "a window of a fortieth of the length (50 of 2,048 tokens) is a good choice",
             "paper",
-            no_lower("every other window", "`w12`"),
-            "windows at both ends, `w4` and `w256`, have a lower mean loss by more than two standard errors",
+            no_lower("every other window", "this one"),
+            "the shortest and the longest window have a lower mean loss by more than two standard errors",
         ),
         "window-follows-length": Claim(
             "the best window grows with the length",
             "open question of the paper",
-            f"the window with the lowest mean loss is longer at 512 tokens than at {SHORT}, and at 512 tokens it is "
-            f"better than the best one of {SHORT} by more than two standard errors",
-            f"it is longer at {SHORT} tokens",
+            "the window with the lowest mean loss is longer on long blocks than on short ones, and on long blocks it "
+            "is better than the best one of short blocks by more than two standard errors",
+            "it is longer on short blocks",
         ),
     }
     scales = {
@@ -67,30 +73,33 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """The scale `paper` has the same numbers of heads, but windows and blocks that are four times as long."""
-        factor = 1 if scale == "micro" else 4
-        arms = {f"g{count}": {"config_overrides": {"num_global_heads": count}} for count in HEADS if count != 1}
-        arms |= {f"w{window}": {"config_overrides": {"sliding_window": window * factor}} for window in WINDOWS}
-        short: dict[str, Any] = {"block_size": SHORT * factor}
-        short["per_device_train_batch_size"] = 16 if scale == "micro" else 512
-        for window in SHORT_WINDOWS:
-            arms[f"n{SHORT}-w{window}"] = {"config_overrides": {"sliding_window": window * factor}, **short}
+        """The number of global heads, or the window and the length of the blocks."""
+        arms: dict[str, Any] = {}
+        for count, arm in _heads(scale).items():
+            arms[arm] = {"config_overrides": {"num_global_heads": count}}
+        for window, arm in _windows(scale).items():
+            arms[arm] = {"config_overrides": {"sliding_window": window}}
+        for window, arm in _short_windows(scale).items():
+            arms[arm] = {"config_overrides": {"sliding_window": window}, **blocks_of(SHORT[scale], scale)}
         return arms
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        heads = {count: runs.column("w12" if count == 1 else f"g{count}", "eval_loss") for count in HEADS}
-        windows = {window: runs.column(f"w{window}", "eval_loss") for window in WINDOWS}
-        short = {window: runs.column(f"n{SHORT}-w{window}", "eval_loss") for window in SHORT_WINDOWS}
+        heads, windows, short = (
+            {number: runs.column(arm, "eval_loss") for number, arm in arms_of(runs.scale).items()}
+            for arms_of in (_heads, _windows, _short_windows)
+        )
+        usual = PAPERS_WINDOW[runs.scale]
         better_heads = [count for count in HEADS if is_below(heads[count], heads[1])]
-        better_windows = [window for window in WINDOWS if is_below(windows[window], windows[12])]
+        better_windows = [window for window in windows if is_below(windows[window], windows[usual])]
         best, best_short = _best(windows), _best(short)
         if best > best_short:
             follows = "seen" if is_below(windows[best], windows.get(best_short, [])) else "not seen"
         else:
             follows = "opposite" if best < best_short else "not seen"
         one_is_enough = all(is_no_lower(heads[count], heads[1]) for count in HEADS if count != 1)
-        paper_is_good = all(is_no_lower(windows[window], windows[12]) for window in WINDOWS if window != 12)
+        paper_is_good = all(is_no_lower(windows[window], windows[usual]) for window in windows if window != usual)
+        ends_are_better = {min(windows), max(windows)} <= set(better_windows)
         return {
             "one-global-head": Finding(
                 "loss by number of global heads: " + _list(heads),
@@ -98,30 +107,31 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
             ),
             "paper-window": Finding(
                 "loss by window: " + _list(windows),
-                "opposite" if {4, 256} <= set(better_windows) else "seen" if paper_is_good else "not seen",
+                "opposite" if ends_are_better else "seen" if paper_is_good else "not seen",
             ),
             "window-follows-length": Finding(
-                f"best window {best} of 512 tokens, {best_short} of {SHORT} tokens ({_list(short)})", follows
+                f"best window {best} of {LENGTH[runs.scale]:,} tokens, {best_short} of {SHORT[runs.scale]} tokens "
+                f"({_list(short)})",
+                follows,
             ),
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
         """Final figures, and plots of the loss over heads and windows."""
-        heads = [(count, "w12" if count == 1 else f"g{count}") for count in HEADS]
-        rows = {
-            "n = 512": [(window, f"w{window}") for window in WINDOWS],
-            f"n = {SHORT}": [(window, f"n{SHORT}-w{window}") for window in SHORT_WINDOWS],
-        }
+        long, short = f"n = {LENGTH[runs.scale]:,}", f"n = {SHORT[runs.scale]}"
         label = "final validation loss (nats per token)"
-        plot_curves(
-            folder / "heads.png", {"n = 512": curves_over(runs, heads, "eval_loss")}, "global heads of 6", label
-        )
-        curves = {name: curves_over(runs, places, "eval_loss") for name, places in rows.items()}
-        plot_curves(folder / "windows.png", curves, "window (tokens)", label, log_x=True)
+        for file, series, what, log_x in (
+            ("heads.png", {long: _heads}, "global heads of 6", False),
+            ("windows.png", {long: _windows, short: _short_windows}, "window (tokens)", True),
+        ):
+            curves = {
+                name: curves_over(runs, arms_of(runs.scale).items(), "eval_loss") for name, arms_of in series.items()
+            }
+            plot_curves(folder / file, curves, what, label, log_x=log_x)
         return f"""\
 {results_table(runs)}
 
-`g1` is `w12`.
+`g1` is `w{PAPERS_WINDOW[runs.scale]}`.
 
 ![Loss over the number of global heads](heads.png)
 
@@ -129,6 +139,21 @@ of {SHORT} tokens, with as many tokens in a step: if the best window follows n, 
 
 
 STUDY = HeadsAndWindows()
+
+
+def _heads(scale: str) -> dict[int, str]:
+    """The arm of each number of global heads."""
+    return {count: f"w{PAPERS_WINDOW[scale]}" if count == 1 else f"g{count}" for count in HEADS}
+
+
+def _windows(scale: str) -> dict[int, str]:
+    """The arm of each window."""
+    return {window: f"w{window}" for window in WINDOWS[scale]}
+
+
+def _short_windows(scale: str) -> dict[int, str]:
+    """The arm of each window on short blocks."""
+    return {window: f"n{SHORT[scale]}-w{window}" for window in SHORT_WINDOWS[scale]}
 
 
 def _best(losses: Mapping[int, list[float]]) -> int:

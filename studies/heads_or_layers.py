@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .learning_rates import verdict_below
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, TrainingStudy, format_values, results_table
+from .study import EXCHANGED, Claim, Finding, Runs, Scale, TrainingStudy, format_values, results_table, verdict_below
 
 
 SIZES = {"micro": (4, 6), "paper": (6, 6)}
@@ -71,7 +70,7 @@ mean loss; that this is the best of several favours the layers a little."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
+        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms(runs.scale)}
         pairs = {  # infinite losses are those of runs that diverged
             f"{number}-spread": min(arms, key=lambda arm: sum(losses[arm])) for number, arms in IN_LAYERS.items()
         }

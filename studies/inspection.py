@@ -271,6 +271,6 @@ def _is_lsgpt(model: nn.Module) -> bool:
 
 
 def _window(model: nn.Module) -> int | None:
-    """The window of LSGPT's local heads; `None` if there are none."""
+    """The window of an LSGPT's local heads; `None` if there are none, and for other models."""
     groups = [group for layer in attention_layers(model) for group in layer.head_groups] if _is_lsgpt(model) else []
     return next((group.sliding_window for group in groups if group.kind == LOCAL), None)

@@ -1,6 +1,6 @@
 """Do Long Short-attention's losses and logits depend less on the learning rate?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    compare_losses,
     curves_over,
     format_values,
-    is_below,
     mean,
     number,
+    verdict_below,
 )
 
 
@@ -197,21 +198,3 @@ def sensitivity(runs: Runs, name: str, rates: list[float]) -> list[float]:
         losses = [min(number(run["eval_loss"]), run["first_loss"]) for run in of_seed]
         values.append(mean(losses) - min(losses))
     return values
-
-
-def compare_losses(
-    losses: dict[str, list[float]], first: str, second: str, rates: dict[str, float] | None = None
-) -> Finding:
-    """Whether the losses of the first arm are below those of the second."""
-    parts = [
-        f"{format_values(losses[name])} for `{name}`" + (f" (rate {rates[name]:g})" if rates else "")
-        for name in (first, second)
-    ]
-    return Finding(f"loss {parts[0]}, {parts[1]}", verdict_below(losses[first], losses[second]))
-
-
-def verdict_below(first: Sequence[float], second: Sequence[float]) -> str:
-    """`seen` if `first` is below `second` (see `is_below`), `opposite` if it is above, otherwise `not seen`."""
-    if is_below(first, second):
-        return "seen"
-    return "opposite" if is_below(second, first) else "not seen"

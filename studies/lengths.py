@@ -12,7 +12,6 @@ from lsgpt.training.metrics import token_losses
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import verdict_below
 from .study import (
     Claim,
     Finding,
@@ -20,6 +19,7 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    blocks_of,
     curves_over,
     format_values,
     is_below,
@@ -29,11 +29,12 @@ from .study import (
     number,
     results_table,
     validation_blocks,
+    verdict_below,
 )
 
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048)
-BEYOND = 512
+LENGTHS = {"micro": (64, 128, 256, 512, 1024, 2048), "paper": (256, 512, 1024, 2048, 4096, 8192)}
+BEYOND = {"micro": 512, "paper": 2048}
 """Training length of the models that are also evaluated at two and four times this length."""
 KINDS = ("rope", "none")
 NUM_BLOCKS = 16
@@ -50,28 +51,30 @@ The paper says that multi-head attention lacks degrees of freedom where n is muc
 gains nothing on short sequences and more on longer ones. And does a model with local heads lose less when it reads
 more tokens than it was trained on?"""
     protocol = f"""\
-`mhsa-n64` to `ls-n2048` are trained on blocks of that many tokens, with windows of 12, heads of 8 dimensions and 2,048
-tokens in each step, whatever the length. The advantage is the final loss of `mhsa` less that of `ls` for each seed.
-`mhsa-rope`, `ls-rope`, `mhsa-none` and `ls-none`, with rotary positions and without any, are trained on {BEYOND}
-tokens and evaluated on the first n, 2n and 4n tokens of the same {NUM_BLOCKS} blocks of validation text: the loss of
-the tokens in the second half of each."""
+`mhsa-n...` and `ls-n...` are trained on blocks of that many tokens, with the same windows, number of tokens in a step
+and text in the evaluation, whatever the length. At `micro`, windows are of 12 tokens, heads of 8 dimensions and steps
+of 2,048 tokens, and the validation text is of 51,200 tokens. The advantage is the final loss of `mhsa` less that of
+`ls` for each seed. `mhsa-rope`, `ls-rope`, `mhsa-none` and `ls-none`, with rotary positions and without any, are
+trained on {BEYOND["micro"]} tokens ({BEYOND["paper"]:,} at `paper`) and evaluated on the first n, 2n and 4n tokens of
+the same {NUM_BLOCKS} blocks of validation text: the loss of the tokens in the second half of each."""
     claims = {
         "grows-with-length": Claim(
             "the advantage of LS-attention grows with n / d",
             "paper",
-            "the advantage at 2,048 tokens is above that at 64 by more than two standard errors",
+            "the advantage at the longest length is above that at the shortest by more than two standard errors",
             "it is below by more than two standard errors",
         ),
         "none-when-short": Claim(
             "on short sequences LS-attention has no advantage",
             "paper",
-            "at 64 tokens, " + no_lower("`ls`", "`mhsa`"),
-            "it is lower by more than two standard errors, and by no less than at 2,048 tokens",
+            "at the shortest length, " + no_lower("`ls`", "`mhsa`"),
+            "it is lower by more than two standard errors, and by no less than at the longest",
         ),
         "logits-grow": Claim(
             "the logits of multi-head attention grow with n / d",
             "paper",
-            "the largest logit of `mhsa` is larger at 2,048 tokens than at 64 by more than two standard errors",
+            "the largest logit of `mhsa` is larger at the longest length than at the shortest by more than two "
+            "standard errors",
             "it is smaller by more than two standard errors",
         ),
         "beyond": Claim(
@@ -87,25 +90,16 @@ the tokens in the second half of each."""
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
-        """At the scale `paper`, all lengths are four times as large."""
-        factor, tokens = (1, 2048) if scale == "micro" else (4, 2**18)
+        """The length of the blocks, and either learned positions or others."""
         arms = {}
         for name, heads in (("mhsa", {"num_global_heads": "all"}), ("ls", {})):
-            for length in LENGTHS:
-                n = length * factor
-                arms[f"{name}-n{length}"] = {
-                    "block_size": n,
-                    "per_device_train_batch_size": tokens // n,
-                    "config_overrides": {"max_position_embeddings": n, **heads},
-                }
+            for n in LENGTHS[scale]:
+                overrides = {"max_position_embeddings": n, **heads}
+                arms[f"{name}-n{n}"] = {"config_overrides": overrides, **blocks_of(n, scale)}
             for kind in KINDS:
-                n = BEYOND * factor
+                n = BEYOND[scale]
                 overrides = {"position_embedding_type": kind, "max_position_embeddings": n, **heads}
-                arms[f"{name}-{kind}"] = {
-                    "block_size": n,
-                    "per_device_train_batch_size": tokens // n,
-                    "config_overrides": overrides,
-                }
+                arms[f"{name}-{kind}"] = {"config_overrides": overrides, **blocks_of(n, scale)}
         return arms
 
     def measure(self, folder: Path) -> dict:
@@ -119,7 +113,7 @@ the tokens in the second half of each."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        first, last = LENGTHS[0], LENGTHS[-1]
+        first, *_, last = LENGTHS[runs.scale]
         gains = {n: self._advantage(runs, n) for n in (first, last)}
         ours, theirs = (runs.column(f"{name}-n{first}", "eval_loss") for name in ("ls", "mhsa"))
         short, long = (runs.column(f"mhsa-n{n}", "max_logit") for n in (first, last))
@@ -131,15 +125,16 @@ the tokens in the second half of each."""
             for name in ("ls", "mhsa")
         }
         figure = (
-            f"advantage {format_values(gains[first])} nats at {first} tokens, {format_values(gains[last])} at {last:,}"
+            f"advantage {format_values(gains[first])} nats at {first:,} tokens, "
+            f"{format_values(gains[last])} at {last:,}"
         )
         return {
             "grows-with-length": Finding(figure, verdict_below(gains[first], gains[last])),
             "none-when-short": Finding(
-                f"loss at {first} tokens {format_values(ours)} with `ls`, {format_values(theirs)} with `mhsa`", none
+                f"loss at {first:,} tokens {format_values(ours)} with `ls`, {format_values(theirs)} with `mhsa`", none
             ),
             "logits-grow": Finding(
-                f"largest logit of `mhsa` {format_values(short, 1)} at {first} tokens, {format_values(long, 1)} at "
+                f"largest logit of `mhsa` {format_values(short, 1)} at {first:,} tokens, {format_values(long, 1)} at "
                 f"{last:,}",
                 verdict_below(short, long),
             ),
@@ -156,12 +151,12 @@ the tokens in the second half of each."""
 
     def report(self, runs: Runs, folder: Path) -> str:
         """Final figures, plots of loss and logits over the length, and losses beyond the trained length."""
-        plots = []
+        plots, lengths = [], LENGTHS[runs.scale]
         for file, key, label in (
             ("loss.png", "eval_loss", "final validation loss (nats per token)"),
             ("max_logit.png", "max_logit", "largest |logit| on the way"),
         ):
-            curves = {name: curves_over(runs, [(n, f"{name}-n{n}") for n in LENGTHS], key) for name in ("mhsa", "ls")}
+            curves = {name: curves_over(runs, [(n, f"{name}-n{n}") for n in lengths], key) for name in ("mhsa", "ls")}
             plot_curves(folder / file, curves, "tokens in a block, n", label, log_x=True)
             plots.append(f"![{label} over the length]({file})")
         rows = [

@@ -180,7 +180,7 @@ the three rates."""
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
         far: dict[tuple[str, int], list[float]] = {}  # by task and number of global heads, at the best rate
-        for arm, (task, count, _) in self.arms("micro").items():
+        for arm, (task, count, _) in self.arms(runs.scale).items():
             accuracy = runs.column(arm, "far_accuracy")
             far[task, count] = max(accuracy, far.get((task, count), accuracy), key=mean)
         everyone = max(self.scales["micro"].fields["global_heads"])

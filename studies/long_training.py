@@ -11,7 +11,6 @@ from lsgpt.configuration import load_arms
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import compare_losses, verdict_below
 from .study import (
     EXCHANGED,
     Claim,
@@ -20,11 +19,13 @@ from .study import (
     Scale,
     TrainingStudy,
     below,
+    compare_losses,
     format_values,
     number,
     points,
     results_table,
     validation_blocks,
+    verdict_below,
 )
 
 

@@ -17,9 +17,8 @@ from lsgpt.training.losses import LossFunction
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import verdict_below
 from .streams import small_training
-from .study import Claim, Finding, Runs, Scale, Study, differences, format_values, is_below, points
+from .study import Claim, Finding, Runs, Scale, Study, differences, format_values, is_below, points, verdict_below
 
 
 DIGITS = "scikit-learn"
@@ -169,7 +168,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
         right, wrong = (
-            {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms("micro")}
+            {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms(runs.scale)}
             for is_noisy in (False, True)
         )
         best, baseline = (max(arms, key=lambda arm: sum(wrong[arm])) for arms in (EXPONENTIATED, BASELINES))

@@ -118,7 +118,7 @@ run has diverged when its loss became not finite or ended above that of guessing
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms("micro")}
+        losses = {arm: runs.column(arm, "eval_loss") for arm in self.arms(runs.scale)}
         findings = {}
         for kind, share in SHARES.items():
             base, *others = [losses[arm_at(kind, e)] for e in EXPONENTS]

@@ -14,7 +14,6 @@ from lsgpt.training import AveragedWeightsCallback
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import verdict_below
 from .streams import train_on_stream
 from .study import (
     EXCHANGED,
@@ -29,6 +28,7 @@ from .study import (
     is_below,
     mean,
     points,
+    verdict_below,
 )
 
 
@@ -215,7 +215,7 @@ together. At `micro`: 4 layers of 6 heads of width 12, W = 10, 64 games in a bat
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
         shares = {
-            part: {(arm, name): shares_of(runs, arm, name, part) for arm in self.arms("micro") for name in WEIGHTS}
+            part: {(arm, name): shares_of(runs, arm, name, part) for arm in self.arms(runs.scale) for name in WEIGHTS}
             for part in ("within", "beyond")
         }
         zero = [0.0] * sum(len(shares["beyond"][f"{kind}-30", "raw"]) for kind in KINDS)

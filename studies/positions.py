@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .learning_rates import verdict_below
-from .study import Claim, Finding, Runs, Scale, TrainingStudy, format_values, results_table
+from .study import Claim, Finding, Runs, Scale, TrainingStudy, format_values, results_table, verdict_below
 
 
 KINDS = ("learned", "sinusoidal", "rope", "none")

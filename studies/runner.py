@@ -51,6 +51,7 @@ def run_study(
     Raises:
         ValueError: A name is unknown, a value is invalid, or the folder holds runs of another scale or with other
             fields. Raised before the first run.
+        ImportError: A package that the study needs is missing. Raised before the first run.
         ChildProcessError: A run failed; the message names the file with its output.
     """
     study = load_study(name)
@@ -62,6 +63,8 @@ def run_study(
     if fields and study.scales[scale].recipe is None:
         raise ValueError(f"the study {name} has no recipe whose fields could be replaced; got {' '.join(fields)}")
     arms = _choose_arms(study, scale, only)
+    for arm in arms:
+        study.check(arm, scale, fields)
     folder = Path(output_dir or Path("runs") / f"study-{name}-{scale}")
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
@@ -149,17 +152,32 @@ def read_lines(folder: str | Path) -> list[dict]:
 
 
 def read_runs(study: Study, folder: str | Path) -> Runs:
-    """Reads the values of the runs in a folder, in the order of the study's arms."""
+    """
+    Reads the values of the runs in a folder, in the order of the study's arms. Runs that diverged have no `eval_loss`:
+    what was measured is that of the last good weights.
+    """
     lines = read_lines(folder)
+    for values in (line["values"] for line in lines):
+        if values.get("diverged") and "eval_loss" in values:
+            values["eval_loss"] = None
     arms = dict.fromkeys(arm for scale in study.scales for arm in study.arms(scale))
     grouped = {arm: [{"seed": x["seed"], **x["values"]} for x in lines if x["arm"] == arm] for arm in arms}
-    return Runs({arm: runs for arm, runs in grouped.items() if runs})
+    runs = Runs({arm: of_arm for arm, of_arm in grouped.items() if of_arm})
+    runs.scale = lines[0]["scale"] if lines else runs.scale
+    return runs
 
 
 def judge(study: Study, runs: Runs) -> dict[str, Finding]:
-    """Judges the study's claims by the runs. Claims are open if arms are missing or have only one seed."""
+    """
+    Judges the study's claims by the seeds with which all arms have been run. Claims are open if arms are missing, or
+    if there are fewer than two such seeds.
+    """
+    seeds = [{run.get("seed") for run in of_arm} for of_arm in runs.values()]
+    common = set.intersection(*seeds) if seeds else set()
+    judged = Runs({arm: [run for run in of_arm if run.get("seed") in common] for arm, of_arm in runs.items()})
+    judged.scale = runs.scale
     try:
-        findings = study.judge(runs)
+        findings = study.judge(judged)
     except NotRunError:
         findings = {}
     return {name: findings.get(name, NOT_RUN) for name in study.claims}
@@ -196,7 +214,8 @@ def write_report(study: Study, folder: str | Path) -> Path:
 ## Claims
 
 What counts as seen and as the opposite was written down before the runs; anything else is not seen. The loss of a run
-that diverged counts as infinite.
+that diverged counts as infinite. Where values are infinite, an arm is above another only if all of its own are, and
+none of the other's.
 
 {claims}
 

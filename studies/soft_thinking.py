@@ -46,6 +46,7 @@ from .study import (
     is_below,
     mean,
     points,
+    verdict_below,
 )
 
 
@@ -259,9 +260,8 @@ neither training raises pass@1, comparing the two says nothing, and stays open."
             return "opposite" if is_below(gains, zeros, CLOSE) else "not seen"
 
         gains = compare("SofT-GRPO", "GRPO", 32)
-        verdict = "seen" if is_below(zeros, gains) else "opposite" if is_below(gains, zeros) else "not seen"
         findings = {
-            "pass-32": Finding(describe("SofT-GRPO", "GRPO", 32), verdict),
+            "pass-32": Finding(describe("SofT-GRPO", "GRPO", 32), verdict_below(zeros, gains)),
             "pass-1": Finding(describe("SofT-GRPO", "GRPO", 1), loses_nothing(compare("SofT-GRPO", "GRPO", 1))),
         }
         if not any(is_below(zeros, compare(method, "no RL", 1)) for method in ("GRPO", "SofT-GRPO")):

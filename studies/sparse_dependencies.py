@@ -14,7 +14,6 @@ from lsgpt.training.data import collate_blocks
 from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
-from .learning_rates import verdict_below
 from .study import (
     EXCHANGED,
     Claim,
@@ -27,6 +26,7 @@ from .study import (
     format_values,
     points,
     results_table,
+    verdict_below,
 )
 
 
@@ -43,8 +43,7 @@ random for every query. Do the logits of multi-head attention stay small then?""
 In the arms with `-hidden`, every query sees each earlier key with a probability of one half, and its own key always;
 what is hidden is the same for all heads and layers, in training and in evaluation, and follows from the tokens of
 the block alone. The learning rate is one at which the logits of multi-head attention explode at this size (0.03 at
-`micro`). Losses with and without hidden keys are of different tasks, and are not compared with each other. A run
-that has no number, because it diverged, leaves a verdict at not seen."""
+`micro`). Losses with and without hidden keys are of different tasks, and are not compared with each other."""
     claims = {
         "mhsa": Claim(
             "with half of the keys hidden, the logits of multi-head attention stay smaller",
@@ -90,7 +89,7 @@ that has no number, because it diverged, leaves a verdict at not seen."""
 
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims`."""
-        logits = {arm: runs.column(arm, "max_logit") for arm in self.arms("micro")}
+        logits = {arm: runs.column(arm, "max_logit") for arm in self.arms(runs.scale)}
         losses = {arm: runs.column(arm, "eval_loss") for arm in logits}
         ratios = {
             name: [hidden / all_keys for hidden, all_keys in zip(logits[f"{name}-hidden"], logits[name])]
@@ -105,16 +104,16 @@ that has no number, because it diverged, leaves a verdict at not seen."""
             "mhsa": Finding(
                 f"largest logit on the way {format_values(logits['mhsa-hidden'], 1)} for `mhsa-hidden`, "
                 f"{format_values(logits['mhsa'], 1)} for `mhsa`",
-                _verdict(logits["mhsa-hidden"], logits["mhsa"]),
+                verdict_below(logits["mhsa-hidden"], logits["mhsa"]),
             ),
             "ls": Finding(
                 f"ratio {format_values(ratios['ls'], 2)} with `ls`, {format_values(ratios['mhsa'], 2)} with `mhsa`",
-                _verdict(distances["ls"], distances["mhsa"]),
+                verdict_below(distances["ls"], distances["mhsa"]),
             ),
             "gain": Finding(
                 f"`mhsa` less `ls` is {format_values(gains['-hidden'])} nats with hidden keys, "
                 f"{format_values(gains[''])} without",
-                _verdict(gains["-hidden"], gains[""]),
+                verdict_below(gains["-hidden"], gains[""]),
             ),
         }
 
@@ -142,11 +141,6 @@ that has no number, because it diverged, leaves a verdict at not seen."""
 
 
 STUDY = SparseDependencies()
-
-
-def _verdict(first: list[float], second: list[float]) -> str:
-    """Like `verdict_below`, but `not seen` if a value is not finite."""
-    return verdict_below(first, second) if all(map(math.isfinite, (*first, *second))) else "not seen"
 
 
 def _largest(run: dict, kind: str) -> float:

@@ -1,7 +1,19 @@
 """How do known remedies for exploding logits compare with Long Short-attention, and do they add to it?"""
 
-from .learning_rates import AT_BEST, LearningRates, compare_losses
-from .study import EXCHANGED, Claim, Finding, Runs, Scale, below, format_values, is_below, is_no_lower, no_lower
+from .learning_rates import AT_BEST, LearningRates
+from .study import (
+    EXCHANGED,
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    below,
+    compare_losses,
+    format_values,
+    is_below,
+    is_no_lower,
+    no_lower,
+)
 
 
 METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc")

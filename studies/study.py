@@ -92,6 +92,9 @@ class NotRunError(LookupError):
 class Runs(dict[str, list[dict]]):
     """Maps each arm to the values of its runs, in the order of their seeds."""
 
+    scale = "micro"
+    """The scale at which they were made."""
+
     def of(self, arm: str) -> list[dict]:
         """The runs of an arm. Raises `NotRunError` if there are fewer than two."""
         if len(self.get(arm, ())) < 2:
@@ -99,7 +102,10 @@ class Runs(dict[str, list[dict]]):
         return self[arm]
 
     def column(self, arm: str, key: str) -> list[float]:
-        """A loss or logit of every run of an arm, infinite for runs that diverged. Raises `NotRunError` as `of`."""
+        """
+        A loss or logit of every run of an arm, infinite where it is not a number; the loss of a run that diverged is
+        infinite, too. Raises `NotRunError` as `of`.
+        """
         return [number(run[key]) for run in self.of(arm)]
 
 
@@ -121,6 +127,10 @@ class Study(ABC):
     @abstractmethod
     def arms(self, scale: str) -> Mapping[str, Any]:
         """Maps the names of the arms, which must be valid folder names, to whatever defines them in this study."""
+
+    def check(self, arm: str, scale: str, fields: Sequence[str]):
+        """Checks that an arm can be run; called for each of them before the first run."""
+        return
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
         """Creates in `folder` what all runs share."""
@@ -172,11 +182,16 @@ class TrainingStudy(Study):
         """Trains the tokenizer, once for all runs."""
         prepare_tokenizer(self.base(scale, fields), folder)
 
+    def check(self, arm: str, scale: str, fields: Sequence[str]):
+        """Raises `ValueError` or `ImportError` if the arm's recipe is invalid, or needs a package that is missing."""
+        join_arm(self.base(scale, fields).recipe, arm, self.arms(scale)[arm])
+
     def base(self, scale: str, fields: Sequence[str]) -> Arguments:
         """The recipe of a scale, with the command-line fields applied."""
         recipe, changes, _, _ = self.scales[scale]
         arguments = parse_arguments(recipe, fields)
         given = {field.split("=")[0].removeprefix("--").replace("-", "_") for field in fields}
+        changes = {"logging_steps": 1, **changes}  # spike scores and the loss before training are about single steps
         changes = {name: value for name, value in changes.items() if name not in given}
         return join_arm(arguments.recipe, self.name, changes)
 
@@ -208,6 +223,13 @@ class TrainingStudy(Study):
     def measure(self, folder: Path) -> dict:
         """Further measurements of the trained model in the run's `folder`, added to those of `collect`."""
         return {}
+
+
+def blocks_of(length: int, scale: str) -> dict[str, Any]:
+    """Recipe fields for blocks of `length` tokens, with as many tokens in a step and the same text for evaluation."""
+    fields = {"block_size": length, "per_device_train_batch_size": (2048 if scale == "micro" else 2**18) // length}
+    # By default, `micro` evaluates on 100 blocks of 512 tokens, and `paper` on all of the validation text.
+    return {**fields, "max_eval_blocks": 100 * 512 // length} if scale == "micro" else fields
 
 
 def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor:
@@ -328,12 +350,19 @@ def curves_over(runs: Runs, places: Iterable[tuple[float, str]], key: str) -> li
 def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.0) -> bool:
     """
     Whether the mean of `first` is below the mean of `second` by more than `margin` and by more than twice the standard
-    error of the difference (Welch's, from the spread over seeds). If a value is infinite, the means are compared
-    directly, without a standard error. If a value is NaN, the answer is False.
+    error of the difference (Welch's, from the spread over seeds). If values are infinite, those are all of `second`
+    and none of `first`. If a value is NaN, the answer is False.
     """
     if not all(map(math.isfinite, (*first, *second))):
-        return sum(first) / len(first) < sum(second) / len(second)
+        return all(map(math.isfinite, first)) and all(value == math.inf for value in second)
     return mean(second) - mean(first) > max(margin, 2 * standard_error(first, second))
+
+
+def verdict_below(first: Sequence[float], second: Sequence[float]) -> str:
+    """`seen` if `first` is below `second` (see `is_below`), `opposite` if it is above, otherwise `not seen`."""
+    if is_below(first, second):
+        return "seen"
+    return "opposite" if is_below(second, first) else "not seen"
 
 
 def is_no_lower(first: Sequence[float], second: Sequence[float]) -> bool:
@@ -350,3 +379,14 @@ def is_no_lower(first: Sequence[float], second: Sequence[float]) -> bool:
 def standard_error(first: Sequence[float], second: Sequence[float]) -> float:
     """The standard error of the difference between two means (Welch's, from the spread over seeds)."""
     return math.sqrt(sum(deviation(values) ** 2 / max(len(values), 1) for values in (first, second)))
+
+
+def compare_losses(
+    losses: dict[str, list[float]], first: str, second: str, rates: dict[str, float] | None = None
+) -> Finding:
+    """Whether the losses of the first arm are below those of the second."""
+    parts = [
+        f"{format_values(losses[name])} for `{name}`" + (f" (rate {rates[name]:g})" if rates else "")
+        for name in (first, second)
+    ]
+    return Finding(f"loss {parts[0]}, {parts[1]}", verdict_below(losses[first], losses[second]))

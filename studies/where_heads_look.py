@@ -17,8 +17,18 @@ from lsgpt.training.train import load_texts
 from lsgpt.utilities import table
 
 from .inspection import FIGURES, attention_statistics, head_figures
-from .learning_rates import verdict_below
-from .study import Claim, Finding, Runs, Scale, TrainingStudy, below, format_values, mean, validation_blocks
+from .study import (
+    Claim,
+    Finding,
+    Runs,
+    Scale,
+    TrainingStudy,
+    below,
+    format_values,
+    mean,
+    validation_blocks,
+    verdict_below,
+)
 
 
 PRETRAINED = "smollm2-135m"

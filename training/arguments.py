@@ -8,8 +8,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from accelerate.utils import broadcast_object_list
@@ -223,7 +224,8 @@ class Arguments(NamedTuple):
         load, name = (
             (load_config, model.model_name_or_path) if model.model_name_or_path else (load_preset, model.preset)
         )
-        return load(name, **(model.config_overrides or {}), **config_fields(self.run.stabilizers))
+        overrides: Any = model.config_overrides or {}  # annotated as `dict | str` for the parser
+        return load(name, **{**overrides, **config_fields(self.run.stabilizers)})
 
 
 def make_parser(**kwargs) -> HfArgumentParser:
@@ -248,6 +250,7 @@ def parse_arguments(
 
     Raises:
         ValueError: If a field is unknown (the message suggests the nearest known name), or a value is invalid.
+        ImportError: If a package that the run needs is not installed.
     """
     parser = parser or make_parser()
     defaults = vars(parser.parse_known_args([])[0])
@@ -341,6 +344,7 @@ def check_arguments(arguments: Arguments):
 
     Raises:
         ValueError: If a name is unknown, a block is longer than the model's positions, or values are incompatible.
+        ImportError: If a package that the run needs is not installed.
     """
     model_args, data_args, run_args, training_args, _ = arguments
     if not (model_args.preset or model_args.model_name_or_path):
@@ -446,6 +450,8 @@ def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments,
         raise ValueError("QK-clip must not be combined with DeepSpeed, which overwrites changes to the weights")
     if "adagc" in run_args.stabilizers and (has_deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
         raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
+    if "adagc" in run_args.stabilizers and find_spec("pytorch_optimizer") is None:
+        raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer")
     if clips and config.qk_norm:
         raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their weights' scale")
 
@@ -510,11 +516,12 @@ def _bytes_to_write(arguments: Arguments) -> int:
     """Returns the bytes that the run may still write: final weights, and the checkpoints that it keeps."""
     args, folder = arguments.training, Path(arguments.training.output_dir)
     weights = 4 * arguments.build_config().num_parameters()
-    size = weights if args.save_only_model else 3 * weights  # with Adam's two moments
+    trains_all = arguments.model.trainable == "all"  # else the optimizer has few parameters
+    size = 3 * weights if trains_all and not args.save_only_model else weights  # 3 with Adam's two moments
     averaged = 0  # the averaged model at the end
     if averaging := arguments.run.averaging:
         averaged = weights
-        size += AVERAGES[averaging["kind"]].copies * weights
+        size += AVERAGES[averaging["kind"]].copies * weights if trains_all else 0
     checkpoints = 0
     if args.save_strategy != "no":  # existing checkpoints already take up their space
         checkpoints = max(_max_checkpoints(arguments) - len(list(folder.glob("checkpoint-*"))), 1)
@@ -571,17 +578,13 @@ def find_checkpoint(folder: str | Path) -> Path:
             f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}"
             + (remedy if recipe.is_file() else "")
         )
-    return max(complete, key=lambda path: int(path.name.partition("-")[2] or 0))
+    return max(complete, key=complete.__getitem__)
 
 
-def _complete_checkpoints(folder: Path) -> list[Path]:
-    return [path for path in (folder, *folder.glob("checkpoint-*")) if _is_complete(path / "trainer_state.json")]
-
-
-def _is_complete(state_file: Path) -> bool:
-    """Returns whether a checkpoint's last file is complete; a run may be killed while it saves."""
-    try:
-        json.loads(state_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+def _complete_checkpoints(folder: Path) -> dict[Path, int]:
+    """Maps the complete checkpoints to their steps. A run may be killed while it saves: the last file tells."""
+    steps = {}
+    for path in (folder, *folder.glob("checkpoint-*")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            steps[path] = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    return steps

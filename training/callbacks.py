@@ -104,7 +104,7 @@ class SaveOnSignalCallback(TrainerCallback):
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times the optimizer steps, excluding evaluation, logging and saving."""
+    """Times the optimizer steps, without waiting for data, evaluation, logging and saving."""
 
     def __init__(self):
         self.seconds: list[float] = []

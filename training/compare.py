@@ -1,6 +1,5 @@
 """Comparisons: train every arm (a named set of recipe fields) with every seed, and write one report."""
 
-import json
 import math
 import shutil
 import statistics
@@ -20,7 +19,7 @@ from .callbacks import read_metrics
 from .data import ALGORITHMS
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
 from .processes import Command, run_commands
-from .report import describe_environment, points_of, write_results
+from .report import describe_environment, points_of, read_results, write_results
 from .stabilizers import read_stabilizers
 from .train import check_checkpoint, load_texts, make_tokenizer
 
@@ -175,10 +174,10 @@ def checkpoint_or_empty(run_folder: Path) -> Path | None:
 
 
 def _print_result(folder: Path, arm: str, seed: int):
-    results = json.loads((folder / arm / f"seed-{seed}" / "results.json").read_text(encoding="utf-8"))
-    perplexity = results["eval_perplexity"] or math.nan
+    results = read_results(folder / arm / f"seed-{seed}")
+    status, perplexity = results["status"], results["eval_perplexity"]
     duration = format_duration(results["train_seconds"])
-    print(f"{arm}, seed {seed}: {results['status']}, perplexity {perplexity:.2f} ({duration})", flush=True)
+    print(f"{arm}, seed {seed}: {status}, perplexity {perplexity:.2f} ({duration})", flush=True)
 
 
 def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], seeds: Sequence[int]) -> Path:
@@ -198,11 +197,8 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     results, logs = {}, {}
     for arm in recipes:
         runs = [folder / arm / f"seed-{seed}" for seed in seeds]
-        results[arm] = [json.loads((run / "results.json").read_text(encoding="utf-8")) for run in runs]
+        results[arm] = [read_results(run) for run in runs]
         logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
-        for run, metrics in zip(results[arm], logs[arm]):
-            if any("max_logit" in log and log["max_logit"] is None for log in metrics):
-                run["max_logit"] = math.inf  # `null` stands for infinity or NaN; logs of unmeasured steps lack the key
     summary = {
         arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
         for arm, runs in results.items()
@@ -245,7 +241,8 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     report = f"""# Comparison: {base["run_name"]}
 
 {len(recipes)} arms, {len(seeds)} seeds each ({", ".join(map(str, seeds))}). Mean ± sample standard deviation over the
-seeds whose run finished; the largest logit is taken over all measured steps; speed is the median over the steps.
+seeds whose run finished; the largest logit is that of all seeds and measured steps; speed is the median over the
+steps, without waiting for data.
 
 {_results_table(results)}
 
@@ -275,15 +272,17 @@ def _results_table(results: dict[str, list[dict]]) -> str:
     columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
     rows = []
     for arm, runs in results.items():
-        # A run may diverge after its last measured loss. Its perplexity is then `null`.
-        finished = [run for run in runs if run["status"] == "finished" and run["eval_perplexity"] is not None]
+        # A run may diverge after its last measured loss; its perplexity is then not finite.
+        finished = [run for run in runs if run["status"] == "finished" and math.isfinite(run["eval_perplexity"])]
+        # A run that was killed after its last step has taken no step since, whose time could be measured.
+        speeds = [run["tokens_per_second"] for run in runs if math.isfinite(run["tokens_per_second"])]
         rows.append(
             [
                 arm,
                 _mean_and_deviation(finished, "eval_perplexity", 2),
                 _mean_and_deviation(finished, "eval_bits_per_byte", 4),
                 _mean_and_deviation(runs, "max_logit", 1),
-                f"{statistics.median(run['tokens_per_second'] for run in runs):,.0f}",
+                f"{statistics.median(speeds):,.0f}" if speeds else "-",
                 with_unit(max(run["peak_memory_bytes"] for run in runs), "B"),
                 f"{len(runs) - len(finished)} of {len(runs)}",
             ]

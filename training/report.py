@@ -16,14 +16,16 @@ import yaml
 from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
 
+from .callbacks import read_metrics
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 
 
+_MAY_BE_MISSING = ("eval_averaged_perplexity", "max_logit", "perplexity_before_training", "teacher_perplexity")
 _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
 def describe_environment() -> dict[str, str]:
-    """Returns the hardware, software versions and commit of this project, which every results file contains."""
+    """Returns the hardware, software versions and commit of this project, which all reports contain."""
     hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used"
     if hasattr(os, "sysconf"):
         hardware += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
@@ -99,6 +101,19 @@ def write_results(folder: Path, results: dict):
     """Writes `results.json`; numbers that JSON cannot represent become `null`."""
     text = json.dumps(finite(results), indent=2)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read_results(folder: Path) -> dict:
+    """
+    Reads the `results.json` of a run, with `null` as NaN; except for figures that a run need not have, which are then
+    None. `max_logit` is infinite if `metrics.jsonl` has a measurement that was NaN or infinite.
+    """
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = {name: math.nan if x is None and name not in _MAY_BE_MISSING else x for name, x in results.items()}
+    metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    if any("max_logit" in log and log["max_logit"] is None for log in metrics):  # logs of other steps lack the key
+        results["max_logit"] = math.inf
+    return results
 
 
 def write_report(
@@ -234,7 +249,7 @@ def format_results(results: dict) -> dict[str, str]:
         "parameters": f"{results['parameters']:,}",
         "optimizer steps": f"{results['step']:,} of {results['max_steps']:,}",
         "training tokens": f"{results['tokens']:,}",
-        "training tokens per second (median step)": f"{results['tokens_per_second']:,.0f}",
+        "training tokens per second (median step, without waiting for data)": f"{results['tokens_per_second']:,.0f}",
         "peak memory of the training (process 0)": with_unit(results["peak_memory_bytes"], "B"),
         "wall time of the training since its last start, evaluation included (s)": f"{results['train_seconds']:.1f}",
     }

@@ -218,6 +218,20 @@ def test_numbers_that_are_none_are_not_evaluations(folder):
     card = ModelCard(str(make_card(folder, "ada/tiny")))
     assert [result.metric_type for result in card.data.eval_results] == ["bits_per_byte"]
     assert "The run diverged at step 3" in card.text
+    assert "averaged weights" not in card.text  # there are none
+
+
+def test_logits_that_are_not_finite_are_told(folder):
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for log in metrics:
+        log |= {key: None for key in log if key in ("max_logit", "max_logit_local")}
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(log)}\n" for log in metrics))
+    results = json.loads((folder / "results.json").read_text()) | {"max_logit": None}
+    (folder / "results.json").write_text(json.dumps(results))
+    text = str(make_card(folder, "ada/tiny"))
+    number = sum("max_logit" in log for log in metrics)
+    assert f"{number} of them had one over 100" in text and "none was over" not in text
+    assert "| largest attention logit seen in training | inf |" in text
 
 
 def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder, tmp_path, capsys):

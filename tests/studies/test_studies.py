@@ -15,7 +15,7 @@ from lsgpt.modeling_lsgpt import GLOBAL
 from lsgpt.studies import STUDIES, Runs, TrainingStudy, judge, load_study, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.learning_rates import arm_at, sensitivity
-from lsgpt.studies.runner import result_file
+from lsgpt.studies.runner import read_runs, result_file
 from lsgpt.studies.study import (
     NUM_POINTS,
     VERDICTS,
@@ -253,6 +253,63 @@ def test_learning_rates_are_judged_by_their_criteria():
     assert {finding.verdict for finding in judge(study, runs).values()} == {"open"}
 
 
+def test_a_run_that_diverged_has_no_loss(tmp_path):
+    """Whatever the last good weights have: the arm is not the best one, and the table tells."""
+    study = load_study("positions")
+    lines = []
+    for arm in study.arms("micro"):
+        for i, run in enumerate(made_up([4.3, 4.31, 4.32], max_logit=9.0, spike_score=0.0)):
+            values = run | ({"diverged": True, "eval_loss": 4.0} if (arm, i) == ("ls-rope", 1) else {})
+            lines.append({"arm": arm, "seed": 42 + i, "scale": "micro", "values": values})
+    (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    runs = read_runs(study, tmp_path)
+    assert runs.column("ls-rope", "eval_loss") == [4.3, math.inf, 4.32]
+    assert "4.310 ± 0.014 (1 not finite)" in study.report(runs, tmp_path)
+    assert judge(study, runs)["any-positions"].verdict == "not seen"
+
+
+def test_seeds_are_compared_only_if_all_arms_have_them():
+    study = load_study("lengths")
+
+    def judged(seeds):
+        """`ls` is always better by 0.1 with the same seed; losses differ much between the seeds."""
+        runs = Runs()
+        for arm in study.arms("micro"):
+            base = 4.2 if arm.startswith("ls") else 4.3
+            of_arm = [made_up([base + 0.5 * seed], max_logit=9.0, seed=seed)[0] for seed in seeds.get(arm, (1, 2, 3))]
+            runs[arm] = [run | {"beyond": {"1": 4.3, "4": 4.3}} for run in of_arm]
+        return judge(study, runs)["grows-with-length"]
+
+    assert "advantage 0.100 ± 0.000 nats at 64 tokens, 0.100 ± 0.000 at 2,048" in judged({}).figure
+    assert judged({"ls-n64": (2, 3)}) == judged({})
+    assert judged({"ls-n64": (2, 3), "mhsa-rope": (1, 2)}).verdict == "open"
+
+
+@pytest.mark.parametrize("name", ["lengths", "heads-and-windows", "long-range"])
+def test_claims_are_judged_at_the_papers_scale(name):
+    """By its own arms, whose names have other numbers."""
+    study, runs = load_study(name), Runs()
+    runs.scale = "paper"
+    values = {"beyond": {"1": 4.3, "4": 4.3}, "far_accuracy": 0.9, "max_logit": 9.0, "spike_score": 0.0}
+    for arm in study.arms("paper"):
+        runs[arm] = made_up([4.3, 4.31], **values)
+    findings = judge(study, runs)
+    assert "open" not in {finding.verdict for finding in findings.values()}
+    if name == "lengths":
+        assert "at 256 tokens" in findings["grows-with-length"].figure and "at 8,192" in findings["logits-grow"].figure
+    if name == "heads-and-windows":
+        assert "of 2,048 tokens" in findings["window-follows-length"].figure
+
+
+@pytest.mark.parametrize("name", ["lengths", "heads-and-windows"])
+def test_blocks_of_all_lengths_are_evaluated_on_the_same_text(name):
+    study = load_study(name)
+    base = study.base("micro", [])
+    parts = [join_arm(base.recipe, arm, changes) for arm, changes in study.arms("micro").items()]
+    assert {part.data.block_size * part.data.max_eval_blocks for part in parts} == {51_200}
+    assert len({part.data.block_size for part in parts}) > 1
+
+
 def test_what_stabilizers_add_is_judged_by_all_of_them():
     study = load_study("stabilizers")
 
@@ -361,9 +418,10 @@ def test_summaries():
     assert is_below([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
     assert not is_below([1.0, 3.0, 2.0], [2.0, 4.0, 3.0])
     assert not is_below([2.0, 2.1], [1.0, 1.1])
-    # A run that diverged is worse than any that did not, and what is not a number decides nothing.
-    assert is_below([1.0, 1.1], [0.5, math.inf])
-    assert not is_below([0.5, math.inf], [1.0, 1.1])
+    # One diverged run decides nothing, and neither does what is not a number.
+    assert is_below([1.0, 1.1], [math.inf, math.inf]) and not is_below([math.inf, math.inf], [1.0, 1.1])
+    assert not is_below([1.0, 1.1], [0.5, math.inf]) and not is_below([0.5, math.inf], [1.0, 1.1])
+    assert not is_below([math.inf, 1.0], [math.inf, math.inf])
     assert not is_below([1.0, math.nan], [2.0, 2.1]) and not is_below([2.0, 2.1], [1.0, math.nan])
     assert curves_over(Runs(a=made_up([1.0, None])), [(1, "a"), (2, "b")], "eval_loss")[0] == [(1, 1.0)]
     assert format_values([1.0, 2.0, None]) == "1.500 ± 0.707 (1 not finite)"

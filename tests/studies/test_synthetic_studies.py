@@ -205,7 +205,7 @@ def test_verdicts_on_sparse_dependencies():
     assert verdicts(study, runs) == {"mhsa": "not seen", "ls": "not seen", "gain": "not seen"}
     # A diverged run has infinite logits and no loss, and does not decide in favour of its arm.
     runs["mhsa-hidden"][0] |= {"max_logit": None, "eval_loss": None}
-    assert verdicts(study, runs)["mhsa"] != "seen"
+    assert verdicts(study, runs) == {"mhsa": "not seen", "ls": "not seen", "gain": "not seen"}
 
 
 # Long range

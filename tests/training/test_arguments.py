@@ -148,7 +148,7 @@ def test_nothing_is_overwritten(tmp_path):
         assert free_folder(tmp_path / "run") == tmp_path / expected
     with pytest.raises(ValueError, match=r"`output_dir` must be a new or an empty folder.*choose another"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
-    write_checkpoint(tmp_path / "run" / "checkpoint-9", "{}")
+    write_checkpoint(tmp_path / "run" / "checkpoint-9", '{"global_step": 9}')
     with pytest.raises(ValueError, match=r"To resume the run in it: --resume_from_checkpoint .*run$"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]))
 
@@ -176,7 +176,7 @@ def test_a_run_that_fitted_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
     make_folder(parse_arguments("demo", overrides))
     for step in (1, 2):
-        write_checkpoint(tmp_path / "run" / f"checkpoint-{step}", "{}")
+        write_checkpoint(tmp_path / "run" / f"checkpoint-{step}", f'{{"global_step": {step}}}')
         free -= 3 * weights
         make_folder(parse_arguments("demo", [*overrides, "--resume_from_checkpoint", str(tmp_path / "run")]))
     free -= 1
@@ -206,6 +206,32 @@ def test_all_checkpoints_that_a_run_keeps_must_fit(options, kept, tmp_path, monk
         make_folder(arguments)
 
 
+def test_checkpoints_of_adapters_need_little_room(tmp_path, monkeypatch):
+    """They have the whole model's weights, but an optimizer of few parameters."""
+    options = ["--model_name_or_path", str(tmp_path / "source"), "--save_strategy", "steps", "--save_total_limit", "1"]
+    config = parse_arguments("demo").build_config()
+    config.save_pretrained(tmp_path / "source")
+    free = 4 * config.num_parameters() * (1 + 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    for trainable in ("lora", "light"):
+        folder = ["--output_dir", str(tmp_path / trainable)]
+        make_folder(parse_arguments("finetune", [*options, *folder, "--trainable", trainable]))
+    with pytest.raises(ValueError, match="room for the checkpoints"):
+        make_folder(parse_arguments("finetune", [*options, "--output_dir", str(tmp_path / "all")]))
+
+
+def test_a_stabilizer_replaces_the_same_field_of_the_overrides():
+    fields = ["--config_overrides", "{qk_norm: true, attn_logit_softcapping: 10}", "--stabilizers"]
+    config = parse_arguments("demo", [*fields, "{qk-norm: true, softcap: 30}"]).build_config()
+    assert config.qk_norm and config.attn_logit_softcapping == 30
+
+
+def test_a_missing_package_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("lsgpt.training.arguments.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer"):
+        parse_arguments("demo", ["--stabilizers", "[adagc]"])
+
+
 def write_checkpoint(folder, state):
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text(state)
@@ -213,8 +239,9 @@ def write_checkpoint(folder, state):
 
 def test_resuming_takes_the_last_complete_checkpoint_and_the_run_s_own_recipe(tmp_path):
     run = tmp_path / "run"
-    write_checkpoint(run / "checkpoint-9", "{}")
-    write_checkpoint(run / "checkpoint-10", "{}")
+    write_checkpoint(run / "checkpoint-9", '{"global_step": 9}')
+    write_checkpoint(run / "checkpoint-9-copy", '{"global_step": 9}')
+    write_checkpoint(run / "checkpoint-10", '{"global_step": 10}')
     write_checkpoint(run / "checkpoint-11", '{"global_st')  # the run was killed while it wrote this
     (run / "checkpoint-12").mkdir()
     (run / "recipe.yaml").write_text("max_steps: 17\n")
@@ -245,7 +272,7 @@ def test_a_run_that_ended_before_its_first_checkpoint(tmp_path):
 
 def test_resuming_without_a_recipe_is_refused(tmp_path):
     """The demo's, which would be taken without a word, is another model on other data."""
-    write_checkpoint(tmp_path / "run" / "checkpoint-9", "{}")
+    write_checkpoint(tmp_path / "run" / "checkpoint-9", '{"global_step": 9}')
     with pytest.raises(ValueError, match=r"but there is no .*recipe\.yaml\. Name the recipe: lsgpt train RECIPE"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
     arguments = parse_arguments("demo", ["--resume_from_checkpoint", str(tmp_path / "run")])

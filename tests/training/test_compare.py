@@ -151,11 +151,12 @@ def test_table_over_uneven_runs(tmp_path):
         run = tmp_path / "a" / f"seed-{seed}"
         run.mkdir(parents=True)
         results = {"status": status, "eval_perplexity": perplexity, "eval_bits_per_byte": 1.5, "max_logit": max_logit}
-        results |= {"tokens_per_second": 100.0 * seed, "peak_memory_bytes": 2e9, "loss_by_position": [2.0, None, 1.0]}
+        speed = None if seed == 0 else 100.0 * seed  # null: the run was resumed after its last step
+        results |= {"tokens_per_second": speed, "peak_memory_bytes": 2e9, "loss_by_position": [2.0, None, 1.0]}
         (run / "results.json").write_text(json.dumps(results))
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n')
     report = write_comparison(tmp_path, base, {"a": base}, range(3)).read_text()
-    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 265.0 ± 332.3 | 100 | 2 GB | 1 of 3 |" in report
+    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 265.0 ± 332.3 | 150 | 2 GB | 1 of 3 |" in report
     assert "](perplexity.png)" not in report
     # The losses are 2 and not a number: a point, and at the upper edge a cross.
     rows = (abs(imread(tmp_path / "loss.png")[..., :3] * 255 - [31, 119, 180]).max(-1) < 1).nonzero()[0]
