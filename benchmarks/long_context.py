@@ -14,8 +14,9 @@ from transformers import DynamicCache
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.training.report import peak_memory
+from lsgpt.training.report import peak_memory, reset_peak_memory
 
+from .decode import cache_bytes
 from .memory import in_own_process
 from .record import OUTPUT, begin_result, write_result
 
@@ -37,6 +38,7 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
     model = LSGPTForCausalLM(config).eval()
     input_ids = torch.randint(config.vocab_size, (1, length))
     cache = DynamicCache(config=config)
+    reset_peak_memory()
     memory, begin = peak_memory(), time.perf_counter()
     with torch.no_grad():
         for chunk in input_ids.split(chunk_length, dim=1):
@@ -46,7 +48,7 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
     return {
         "seconds": time.perf_counter() - begin,
         "peak_bytes": peak_memory() - memory,
-        "cache_bytes": sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)),
+        "cache_bytes": cache_bytes(cache),
     }
 
 

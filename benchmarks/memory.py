@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from lsgpt.training.report import peak_memory
+from lsgpt.training.report import peak_memory, reset_peak_memory
 
 from .peers import PAIRS, STOCK, gpt2_config, llama_config, load_shape, stock_family
 from .record import OUTPUT, begin_result, write_result
@@ -53,6 +53,7 @@ def peak_of_training_step(name: str, length: int, preset: str) -> float:
 
     input_ids = torch.randint(config.vocab_size, (1, length))
     step(input_ids[:, :2])  # allocates the gradients of the weights
+    reset_peak_memory()  # making the model may have taken more than it holds now
     before = peak_memory()
     step(input_ids)
     return peak_memory() - before

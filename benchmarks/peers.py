@@ -299,11 +299,29 @@ def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) 
 
 def load_shape(name: str, **overrides) -> LSGPTConfig:
     """
-    Loads the configuration of a preset or of the checkpoint in a folder, with overrides as in `load_preset`. Raises
-    `ValueError` if there is neither.
+    Loads the configuration of a preset or of the checkpoint in a folder, with overrides as in `load_preset` and
+    without dropout, so that all models compute the same.
+
+    Raises:
+        ValueError: There is neither, or the model has no equal among the peers.
     """
     is_folder = name not in list_presets() and Path(name).is_dir()
-    return (load_config if is_folder else load_preset)(name, **overrides)
+    config = (load_config if is_folder else load_preset)(name, **overrides)
+    config.attention_dropout = config.resid_dropout = config.embd_dropout = 0.0
+    if config.attn_logit_softcapping is not None:
+        raise ValueError(
+            "`lsgpt bench` compares engines and models that cannot soft-cap logits; "
+            f"`attn_logit_softcapping` of {name} is {config.attn_logit_softcapping}"
+        )
+    is_of_gpt2 = config.num_key_value_heads == config.num_attention_heads
+    is_of_gpt2 = is_of_gpt2 and config.head_dim * config.num_attention_heads == config.hidden_size
+    if stock_family(config) == "gpt2" and not is_of_gpt2:
+        raise ValueError(
+            "`lsgpt bench` compares models with GPT-2, unless they have RMSNorm and gated MLPs, as Llama does. GPT-2 "
+            "has no grouped queries, and `head_dim` is `hidden_size` / `num_attention_heads`; that does not hold for "
+            f"{name}"
+        )
+    return config
 
 
 def stock_family(config: LSGPTConfig) -> str:

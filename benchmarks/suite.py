@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lsgpt.training.arguments import free_folder
 from lsgpt.utilities import suggest
 
 from . import attention, decode, prefill, train
@@ -226,13 +227,16 @@ def main(arguments: list[str]):
         choices=FAMILIES,
         help=f"families besides {' and '.join(BASELINES)}; default: all; with --quick, {', '.join(QUICK_FAMILIES)}",
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help=f"default: {OUTPUT}, or {OUTPUT}-2 and so on if it is not empty"
+    )
     options = parser.parse_args(arguments)
     for name in options.names:
         if name in APART:
             raise ValueError(f"{name!r} has its own options and must run alone: lsgpt bench {name}")
         if name not in BENCHMARKS:
-            raise ValueError(f"unknown benchmark {name!r}{suggest(name, [*BENCHMARKS, *APART])}")
+            known = [*BENCHMARKS, *APART]
+            raise ValueError(f"the benchmark must be one of {', '.join(known)}; got {name!r}{suggest(name, known)}")
     if min(options.lengths or [3]) < 3:
         raise ValueError(f"`--lengths` must be 3 or more; got {min(options.lengths)}")
     if options.rounds is not None and options.rounds < 1:
@@ -262,6 +266,10 @@ def main(arguments: list[str]):
         config = load_shape(options.preset, **fields, vocab_size=config.vocab_size // layers)
         stem += "-quick"
         print(f"A first impression, with 1 of {layers} layers: the ratios only approximate those of the whole model.")
+    output = options.output or free_folder(OUTPUT)
+    if (file := output / f"{stem}.json").exists():
+        raise ValueError(f"`--output` must be a folder without earlier results; {file} exists. Name another one")
+    output.mkdir(parents=True, exist_ok=True)
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -294,7 +302,7 @@ def main(arguments: list[str]):
             row = run(name, shape, budget, rounds, targets, rates, families)
             print_row(row)
             result["rows"].append(row)
-            save(result, options.output, stem)
+            save(result, output, stem)
 
     print_summary(result["rows"])
     verdicts = [x["met"] for row in result["rows"] for x in row["ratios"] if x["met"] is not None]
@@ -303,7 +311,7 @@ def main(arguments: list[str]):
         print(
             f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; other machines may miss some)"
         )
-    print(f"\nsaved in {options.output / stem}.json, with plots beside it if there are several lengths")
+    print(f"\nsaved in {file}, with plots beside it if there are several lengths")
 
 
 def explain(families: tuple[str, ...], device: str):

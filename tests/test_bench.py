@@ -160,7 +160,7 @@ def test_only_what_is_missing_here_is_skipped(error, skipped):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prefil"], "unknown benchmark 'prefil'; did you mean 'prefill'?"),
+        (["prefil"], "got 'prefil'; did you mean 'prefill'?"),
         (["prefill", "memory"], "'memory' has its own options and must run alone: lsgpt bench memory"),
         (["--lengths", "2048", "2"], "`--lengths` must be 3 or more; got 2"),
         (["--preset", "dem"], "did you mean 'demo'"),
@@ -170,6 +170,26 @@ def test_only_what_is_missing_here_is_skipped(error, skipped):
 def test_mistakes(arguments, message, capsys):
     assert lsgpt_cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attn_logit_softcapping": 30.0}, "cannot soft-cap logits; `attn_logit_softcapping` of .* is 30.0"),
+        ({"num_key_value_heads": 3, "num_global_heads": 2}, "GPT-2 has no grouped queries"),
+        ({"head_dim": 8}, "GPT-2 has no grouped queries, and `head_dim` is"),
+    ],
+)
+def test_a_model_without_an_equal_is_not_compared(fields, message, tmp_path):
+    load_preset("demo", num_attention_heads=6, hidden_size=96, **fields).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        peers.load_shape(str(tmp_path))
+
+
+def test_models_are_compared_without_dropout(tmp_path):
+    load_preset("demo", resid_dropout=0.1, attention_dropout=0.1, embd_dropout=0.1).save_pretrained(tmp_path)
+    config = peers.load_shape(str(tmp_path))
+    assert config.resid_dropout == config.attention_dropout == config.embd_dropout == 0
 
 
 @pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality"])
@@ -494,6 +514,9 @@ def test_a_folder_names_a_shape(llama_shape, tmp_path, capsys):
     pairs = {(x["benchmark"], *x["families"]) for row in result["rows"] for x in row["ratios"]}
     assert {(name, "lsgpt", "llama") for name in ("prefill", "decode", "cache")} <= pairs
     assert "Transformers' Llama" in printed and "GPT-2" not in printed
+    assert lsgpt_cli.main(command) == 2
+    assert "bench-cpu.json exists. Name another one" in capsys.readouterr().err  # nothing is lost
+    command[-1] = str(tmp_path / "other")
     for arguments, message in (
         (["attention"], "name other benchmarks: lsgpt bench prefill decode train"),
         (["prefill", "--quick"], "name other benchmarks"),
