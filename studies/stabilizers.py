@@ -46,7 +46,7 @@ Stabilizers have their published defaults, see docs/training.md. The logits are 
         ),
     }
     scales = {
-        "micro": Scale("micro", {"max_steps": 600}, 3, 2.0),
+        "micro": Scale("micro", {"max_steps": 600}, 3, 2.4),
         "paper": Scale("paper-v1", {"max_steps": 50_000, "stop_at_step": None}, 3, 4000.0),
     }
     rates = (3e-3, 1e-2, 3e-2)

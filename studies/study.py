@@ -351,10 +351,12 @@ def is_below(first: Sequence[float], second: Sequence[float], margin: float = 0.
     """
     Whether the mean of `first` is below the mean of `second` by more than `margin` and by more than twice the standard
     error of the difference (Welch's, from the spread over seeds). If values are infinite, those are all of `second`
-    and none of `first`. If a value is NaN, the answer is False.
+    and none of `first`; or, with minus infinity (a gain over a run that diverged), all of `first` and none of
+    `second`. If a value is NaN, the answer is False.
     """
     if not all(map(math.isfinite, (*first, *second))):
-        return all(map(math.isfinite, first)) and all(value == math.inf for value in second)
+        above = all(map(math.isfinite, first)) and all(value == math.inf for value in second)
+        return above or (all(map(math.isfinite, second)) and all(value == -math.inf for value in first))
     return mean(second) - mean(first) > max(margin, 2 * standard_error(first, second))
 
 

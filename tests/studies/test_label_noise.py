@@ -292,8 +292,12 @@ def test_verdicts_on_corrupted_text(clean, corrupted, noise, expected):
     runs = made_up_texts(clean, corrupted, noise)
     found = verdicts(TEXT, runs)
     assert (found["corrupted"], found["clean"]) == expected
-    # A run without a loss is worse than any other, and one seed is no verdict.
-    runs["corrupted-e0.7"][0]["eval_loss"] = runs["corrupted-e0.5"][0]["eval_loss"] = None
+    # Diverged runs are worse than any other, one of them among others tells nothing, and one seed is no verdict.
+    exponentiated = [run for arm in ("corrupted-e0.7", "corrupted-e0.5") for run in runs[arm]]
+    exponentiated[0]["eval_loss"] = exponentiated[3]["eval_loss"] = math.inf
+    assert verdicts(TEXT, runs)["corrupted"] == "not seen"
+    for run in exponentiated:
+        run["eval_loss"] = math.inf
     assert verdicts(TEXT, runs)["corrupted"] == "opposite"
     runs["clean-e1"] = runs["clean-e1"][:1]
     assert set(verdicts(TEXT, runs).values()) == {"open"}

@@ -422,6 +422,8 @@ def test_summaries():
     assert is_below([1.0, 1.1], [math.inf, math.inf]) and not is_below([math.inf, math.inf], [1.0, 1.1])
     assert not is_below([1.0, 1.1], [0.5, math.inf]) and not is_below([0.5, math.inf], [1.0, 1.1])
     assert not is_below([math.inf, 1.0], [math.inf, math.inf])
+    assert is_below([-math.inf, -math.inf], [0.0, 0.1]) and not is_below([0.0, 0.1], [-math.inf, -math.inf])
+    assert not is_below([-math.inf, 0.0], [0.0, 0.1])
     assert not is_below([1.0, math.nan], [2.0, 2.1]) and not is_below([2.0, 2.1], [1.0, math.nan])
     assert curves_over(Runs(a=made_up([1.0, None])), [(1, "a"), (2, "b")], "eval_loss")[0] == [(1, 1.0)]
     assert format_values([1.0, 2.0, None]) == "1.500 ± 0.707 (1 not finite)"
