@@ -1,8 +1,8 @@
 """Visibility: which keys each query may attend to, described once per forward pass for each kind of head.
 
 Transformers' mask helpers have no head axis, so global and local heads each have their own `Visibility`. Code that
-needs it (attention engines, the measurement of logits, calibration) asks a `Visibility`. Only the Triton kernels state
-the rules again, because they cannot call Python.
+needs it (attention engines, the measurement of logits, calibration) asks a `Visibility`. The Triton kernels,
+FlashAttention and `dense` (for additive masks) apply parts of the rules themselves; tests compare them with `sees`.
 
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
@@ -155,7 +155,11 @@ def describe_visibility(
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
     is_finished = isinstance(attention_mask, dict)
-    of_kind = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys((GLOBAL, LOCAL), attention_mask)
+    if isinstance(attention_mask, dict):
+        of_kind = attention_mask
+        _check_dictionary(attention_mask, config.layer_types)
+    else:
+        of_kind = dict.fromkeys(config.layer_types, attention_mask)
     padding_mask = documents = None
     for mask in of_kind.values():
         if mask is not None:
@@ -175,6 +179,8 @@ def describe_visibility(
         q_offset, kv_length, kv_offset = 0, q_length, 0
         if past_key_values is not None:
             q_offset = past_key_values.get_query_offset(layer_idx)
+            if isinstance(q_offset, torch.Tensor):
+                q_offset = q_offset.clone()  # a static cache returns its own counter, which the update changes
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
         mask, end = of_kind.get(kind), kv_offset + kv_length
         if mask is not None:
@@ -273,6 +279,15 @@ def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None
     if x is None or x.shape[-1] >= length:
         return x
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
+
+
+def _check_dictionary(masks: dict, layer_types: list[str]):
+    if masks.keys() != set(layer_types) or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
+        got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
+        raise ValueError(
+            "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
+            f"{', '.join(map(repr, dict.fromkeys(layer_types)))}, as `create_attention_masks` returns it; got {got}"
+        )
 
 
 def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):

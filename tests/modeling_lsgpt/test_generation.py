@@ -94,6 +94,19 @@ def test_continuation_in_chunks_that_straddle_the_window(tiny_model, split, engi
     close(torch.cat(steps, dim=1), logits_without_cache(model, input_ids))
 
 
+def test_flex_attention_continues_from_a_static_cache(tiny_model):
+    """Its mask function is called after the cache has been updated, and must not see the new length."""
+    model, input_ids = tiny_model(engine="flex_attention"), torch.randint(97, (1, 40))
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        steps = [model(chunk, past_key_values=cache).logits for chunk in input_ids.split((25, 15), dim=1)]
+        cache.reset()
+        again = model(input_ids, past_key_values=cache).logits
+    expected = logits_without_cache(model.set_attn_implementation("eager") or model, input_ids)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_long_prompts_in_blocks_and_chunked_prefill(tiny_model, engine):
     model = tiny_model(torch.float64, engine)
