@@ -294,7 +294,8 @@ def _compare(argv: list[str]) -> int:
 
     from lsgpt.training.compare import compare
 
-    compare(recipe, args.arms.split(","), args.seeds, args.output_dir, fields, args.arms_file, args.processes)
+    arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
+    compare(recipe, arms, args.seeds, args.output_dir, fields, args.arms_file, args.processes)
     return 0
 
 
@@ -375,9 +376,10 @@ def _load(name: str):
     """Loads the tokenizer and the model of a checkpoint; raises `ValueError` if its files lack weights."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+    from lsgpt.utilities import load_complete
 
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "tokenizer_config.json")):
         raise ValueError(
@@ -386,15 +388,10 @@ def _load(name: str):
     place = repr(name) if os.path.isdir(name) else f"{name!r}, which is not a local folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, found = AutoModelForCausalLM.from_pretrained(name, device_map="auto", output_loading_info=True)
+        model = load_complete(name, device_map="auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"the weights in {name!r} must be complete, because missing ones would be random; it lacks "
-            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
-        )
     return tokenizer, model
 
 

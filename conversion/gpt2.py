@@ -4,8 +4,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
-from .heads import build_model
-from .nanogpt import rename_gpt2
+from .weights import model_from_weights, rename_gpt2
 
 
 def check_gpt2(config: GPT2Config):
@@ -56,4 +55,4 @@ def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
         name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
         for name, tensor in model.state_dict().items()
     }
-    return build_model(config, rename_gpt2(weights, config.num_hidden_layers))
+    return model_from_weights(config, rename_gpt2(weights, config.num_hidden_layers))

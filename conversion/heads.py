@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from tqdm.auto import tqdm
 
-from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM, Visibility, attention_layers
+from lsgpt.modeling_lsgpt import GLOBAL, LSGPTForCausalLM, Visibility, attention_layers
 from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
+
+from .weights import model_from_weights
 
 
 BALANCES = ("overall", "layer")
@@ -53,17 +55,6 @@ class HeadChanges(NamedTuple):
         """`(L, H_kv)`, each key/value head's share of the total change, averaged over both kinds; they sum to 1."""
         changes = [self.text] if self.retrieval is None else [self.text, self.retrieval]
         return sum(change / change.sum() for change in changes) / len(changes)
-
-
-def build_model(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTForCausalLM:
-    """Builds a model, in evaluation mode, that uses the tensors of a state dict without copying them."""
-    with torch.device("meta"):  # avoids initializing weights, and a second copy in memory
-        model = LSGPTForCausalLM(config)
-    model.load_state_dict(weights, assign=True)
-    if model.model.rotary_emb is not None:  # its frequencies are not in the state dict
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    model.tie_weights()
-    return model.eval()
 
 
 def with_global_heads(
@@ -123,7 +114,7 @@ def with_global_heads(
         parts = config.use_bias if isinstance(config.use_bias, list) else []
         config.use_bias = [*parts, "o_proj"]
     config.validate_architecture()
-    return build_model(config, weights)
+    return model_from_weights(config, weights)
 
 
 @torch.no_grad()

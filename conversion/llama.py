@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 
 from lsgpt.modeling_lsgpt import GLOBAL, LSGPTConfig, LSGPTForCausalLM
 
-from .heads import build_model
+from .weights import model_from_weights
 
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -82,4 +82,4 @@ def convert_llama(model: PreTrainedModel) -> LSGPTForCausalLM:
         eos_token_id=source.eos_token_id,
         pad_token_id=source.pad_token_id,
     )
-    return build_model(config, weights)
+    return model_from_weights(config, weights)

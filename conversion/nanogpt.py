@@ -10,17 +10,12 @@ from pathlib import Path
 import torch
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.utilities import refuse_tensors
 
-from .heads import build_model, with_global_heads
+from .heads import with_global_heads
+from .weights import model_from_weights, rename_gpt2
 
 
-_NAMES = {
-    "ln_1": "input_layernorm",
-    "attn.c_proj": "self_attn.o_proj",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
@@ -114,7 +109,7 @@ def convert_nanogpt(state_dict: dict[str, torch.Tensor], model_args: dict) -> LS
         # Plain nanoGPT saves the shared tensor under both names.
         tie_word_embeddings=torch.equal(token_embeddings, lm_head),
     )
-    model = build_model(config, rename_gpt2(weights, config.num_hidden_layers))
+    model = model_from_weights(config, rename_gpt2(weights, config.num_hidden_layers))
     if not local_heads:
         return model
     global_heads = [range(local_heads, heads)] * config.num_hidden_layers
@@ -160,17 +155,6 @@ def _check_tensors(weights: dict, expected: dict[str, tuple]):
     )
 
 
-def refuse_tensors(missing: list[str], unknown: list[str], misshapen: list[str]):
-    """Raises `ValueError` unless all lists are empty."""
-    problems = []
-    for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{kind}: {', '.join(names[:5])}{more}")
-    if problems:
-        raise ValueError(f"the checkpoint's tensors must match its configuration; {'; '.join(problems)}")
-
-
 def _check_masks(masks: dict[str, torch.Tensor], heads: int, local_heads: int, window: int | None):
     """Checks `attn.mask` `(1, H, n, n)`, which the first generation saved; its last row shows each head's span."""
     for name, mask in masks.items():
@@ -197,24 +181,3 @@ def _stack_projections(weights: dict, kinds: list[str], num_layers: int):
             if parts[0] is not None:
                 queries_keys_values = zip(*(part.chunk(3) for part in parts))
                 weights[f"{prefix}c_attn.{suffix}"] = torch.cat([torch.cat(x) for x in queries_keys_values])
-
-
-def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """Renames the parameters to LSGPT's names; heads keep their order."""
-    renamed = {
-        "model.embed_tokens.weight": weights["transformer.wte.weight"],
-        "model.embed_positions.weight": weights["transformer.wpe.weight"],
-        "lm_head.weight": weights["lm_head.weight"],
-    }
-    for suffix in ("weight", "bias"):
-        if f"transformer.ln_f.{suffix}" not in weights:
-            continue
-        renamed[f"model.norm.{suffix}"] = weights[f"transformer.ln_f.{suffix}"]
-        for layer in range(num_layers):
-            theirs, ours = f"transformer.h.{layer}.", f"model.layers.{layer}."
-            for name, new_name in _NAMES.items():
-                renamed[f"{ours}{new_name}.{suffix}"] = weights[f"{theirs}{name}.{suffix}"]
-            parts = weights[f"{theirs}attn.c_attn.{suffix}"].chunk(3)
-            for name, part in zip("qkv", parts):
-                renamed[f"{ours}self_attn.{name}_proj.{suffix}"] = part.clone()
-    return renamed

@@ -11,7 +11,6 @@ from huggingface_hub.repocard import metadata_load
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,11 +19,11 @@ from transformers import (
 from transformers.utils import logging
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+from lsgpt.utilities import load_complete
 
 from .gguf import load_gguf, load_gguf_tokenizer, read_gguf_origin
 from .gpt2 import check_gpt2, convert_gpt2
 from .llama import MODEL_TYPES, check_llama, convert_llama
-from .nanogpt import refuse_tensors
 
 
 logger = logging.get_logger(__name__)
@@ -78,14 +77,9 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
         raise ValueError(f"the configuration of {str(source)!r} cannot be read: {error}") from error
     check(config)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        return load_complete(source, may_have_more=False, config=config)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {error}") from error
-    misshapen = [f"{name} {tuple(there)} instead of {tuple(here)}" for name, there, here in found["mismatched_keys"]]
-    refuse_tensors(sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), sorted(misshapen))
-    return model
 
 
 def convert_pretrained(model: PreTrainedModel) -> LSGPTForCausalLM:

@@ -15,12 +15,13 @@ from datasets.distributed import split_dataset_by_node
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
+
+from lsgpt.utilities import load_complete
 
 from .data import collate_blocks
 from .metrics import IGNORED_LABEL, token_losses
@@ -42,24 +43,12 @@ def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
         ValueError: If there is no such model, or its files lack some of its weights.
         ImportError: If `name` is a GGUF file and the package `gguf` is not installed.
     """
-    place, options = _from_pretrained_arguments(name)
     dtype = PRECISIONS.get(args.mixed_precision, torch.float32)
     try:
-        teacher, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **options)
+        teacher = load_complete(name, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"cannot load `teacher` {name!r}: {error}") from error
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"`teacher` must have all of its weights in its files, or the rest would be random; {name!r} lacks "
-            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
-        )
     return teacher.requires_grad_(False).eval().to(args.device)
-
-
-def _from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
-    """Returns the arguments of `from_pretrained`: the folder or the name on the Hub, and the GGUF file, if any."""
-    path = Path(name)
-    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
 
 def check_teacher(
@@ -102,9 +91,10 @@ def check_teacher(
 
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase):
-    place, options = _from_pretrained_arguments(name)
+    path = Path(name)
+    place = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
     try:
-        theirs = AutoTokenizer.from_pretrained(place, **options)
+        theirs = AutoTokenizer.from_pretrained(place[0], **place[1])
     except (OSError, ValueError):
         return  # only weights, no tokenizer
     own, other = tokenizer.get_vocab(), theirs.get_vocab()

@@ -1,15 +1,20 @@
-"""Utilities shared by several packages: wording of messages and tables, and the summary of a model."""
+"""Utilities shared by several packages: wording of messages and tables, the summary of a model, and loading."""
 
+from .loading import check_gguf, load_complete, read_gguf, refuse_tensors
 from .model_summary import VLLM_ROPE_TYPES, compare_costs, describe, has_sinks, runs_on_vllm
 from .wording import format_duration, suggest, table, with_unit
 
 
 __all__ = [
     "VLLM_ROPE_TYPES",
+    "check_gguf",
     "compare_costs",
     "describe",
     "format_duration",
     "has_sinks",
+    "load_complete",
+    "read_gguf",
+    "refuse_tensors",
     "runs_on_vllm",
     "suggest",
     "table",

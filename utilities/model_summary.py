@@ -15,12 +15,13 @@ def describe(config: LSGPTConfig) -> dict[str, str]:
     shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
     sinks = ", and a learned sink for each local head" if has_sinks(config) else ""
     blocks = {"blocks": parts} if (parts := _describe_blocks(config)) else {}
+    window = {"window": f"{config.sliding_window} tokens{sinks}"} if min(counts) < heads else {}
     return {
         "layers": str(config.num_hidden_layers),
         "hidden size": f"{config.hidden_size} (MLP {config.intermediate_size})",
         **blocks,
         "heads per layer": f"{kinds}, {config.head_dim} dimensions each{shared}",
-        "window": f"{config.sliding_window} tokens{sinks}",
+        **window,
         "positions": f"{config.position_embedding_type}, {config.max_position_embeddings:,}",
         "vocabulary": f"{config.vocab_size:,}",
         "parameters": with_unit(config.num_parameters()),

@@ -371,7 +371,7 @@ def test_refused_gpt2_weights(tmp_path):
         (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
         (["GPT2x", "new"], "no such file or folder"),
         (["NAN", "new"], "must be finite; model.norm.weight has NaN or infinite values"),
-        (["GPT2", "new", "--global-kv-heads", "1"], "must be given together; got no `window`, `calibrate`"),
+        (["GPT2", "new", "--global-kv-heads", "1"], "must be given together; got no `window`, `text` (`--calibrate`)"),
         (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "got no `global_kv_heads`"),
         (["FULL/text.txt", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
         (["GPT2", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "must have a tokenizer"),

@@ -246,6 +246,9 @@ def test_teacher_in_a_gguf_file(folder, tmp_path):
     trainer = build_trainer(arguments_of(teacher=tmp_path / "tiny.gguf", output_dir=tmp_path / "run"))
     ids = torch.randint(300, (2, 20))
     torch.testing.assert_close(next_token_logits(trainer.teacher, {"input_ids": ids}), source(ids).logits)
+    write_gguf(tmp_path / "scaled.gguf", source, tokenizer, llama__rope__scaling__type="yarn")
+    with pytest.raises(ValueError, match=r"cannot load `teacher` .*`llama.rope.scaling.type` .* must be unset"):
+        build_trainer(arguments_of(teacher=tmp_path / "scaled.gguf", output_dir=tmp_path / "run"))
     write_gguf(tmp_path / "other.gguf", source, train_tokenizer(DOCUMENTS, 300))
     with pytest.raises(ValueError, match=r"`teacher` must have the tokenizer of the model, .* has the id"):
         build_trainer(arguments_of(teacher=tmp_path / "other.gguf", output_dir=tmp_path / "run"))
@@ -293,7 +296,7 @@ def with_other_vocabulary(folder):
         ({"teacher": "no-such-model"}, None, "cannot load `teacher` 'no-such-model'"),
         ({}, with_other_vocabulary, r"as many tokens as the model \(`vocab_size` 300\).* has 301"),
         ({}, with_other_tokenizer, "`teacher` must have the tokenizer of the model, .* has the id"),
-        ({}, with_config(num_hidden_layers=3), r"lacks model.layers.2.* and \d+ more"),
+        ({}, with_config(num_hidden_layers=3), r"`teacher` .* missing: model.layers.2.* and \d+ more"),
         ({}, with_config(max_position_embeddings=16), r"must be at most the positions of `teacher` .* \(16\); got 32"),
         ({"trainable": "lihgt"}, None, r"`trainable` must be one of all, light, lora; .* did you mean 'light'\?"),
         ({"trainable": "lora", "model_name_or_path": None, "preset": "demo"}, None, "`trainable` must be all without"),

@@ -1,0 +1,46 @@
+"""The weights of converted models: GPT-2's names, and models that are built from a state dict."""
+
+import torch
+
+from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+
+_NAMES = {
+    "ln_1": "input_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+
+
+def model_from_weights(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTForCausalLM:
+    """Builds a model, in evaluation mode, that uses the tensors of a state dict without copying them."""
+    with torch.device("meta"):  # avoids initializing weights, and a second copy in memory
+        model = LSGPTForCausalLM(config)
+    model.load_state_dict(weights, assign=True)
+    if model.model.rotary_emb is not None:  # its frequencies are not in the state dict
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
+    return model.eval()
+
+
+def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """Renames the parameters to LSGPT's names; heads keep their order."""
+    renamed = {
+        "model.embed_tokens.weight": weights["transformer.wte.weight"],
+        "model.embed_positions.weight": weights["transformer.wpe.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
+    }
+    for suffix in ("weight", "bias"):
+        if f"transformer.ln_f.{suffix}" not in weights:
+            continue
+        renamed[f"model.norm.{suffix}"] = weights[f"transformer.ln_f.{suffix}"]
+        for layer in range(num_layers):
+            theirs, ours = f"transformer.h.{layer}.", f"model.layers.{layer}."
+            for name, new_name in _NAMES.items():
+                renamed[f"{ours}{new_name}.{suffix}"] = weights[f"{theirs}{name}.{suffix}"]
+            parts = weights[f"{theirs}attn.c_attn.{suffix}"].chunk(3)
+            for name, part in zip("qkv", parts):
+                renamed[f"{ours}self_attn.{name}_proj.{suffix}"] = part.clone()
+    return renamed

@@ -1,0 +1,103 @@
+"""Loading models whose files may lack something: nothing stays random without an error."""
+
+import importlib.util
+import struct
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.gguf import read_gguf_metadata
+
+
+UNREAD_GGUF_SETTINGS = {
+    "attention.scale": (None, 0.0),
+    "attention.sliding_window": (None, 0),
+    "expert_count": (None, 0),
+    "rope.scaling.factor": (None, 0.0, 1.0),
+    "rope.scaling.type": (None, "none"),
+}
+"""Settings of GGUF files that Transformers does not read, with the values that make no difference."""
+
+
+def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_more: bool = True, **options):
+    """
+    Loads a causal language model with all of its weights.
+
+    Args:
+        name: Its folder, its name on the Hub, or a GGUF file.
+        may_lack: Endings of the names of weights that may be missing and then keep their initial values.
+        may_have_more: Whether the files may hold other weights, too. They are ignored, with a warning.
+        **options: Other arguments of `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the files lack weights, have them in other shapes, or have others; or as `check_gguf`.
+        OSError, ValueError, KeyError, RuntimeError: As `from_pretrained`.
+        ImportError: As `read_gguf`.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        check_gguf(*read_gguf(path))
+        options["gguf_file"] = path.name
+    model: PreTrainedModel
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path.parent if path.suffix == ".gguf" else name,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    refuse_tensors(
+        sorted(key for key in found["missing_keys"] if not key.endswith(tuple(may_lack))),
+        [] if may_have_more else sorted(found["unexpected_keys"]),
+        sorted(f"{key} {tuple(there)} instead of {tuple(here)}" for key, there, here in found["mismatched_keys"]),
+        f"the weights in {str(name)!r}",
+    )
+    return model
+
+
+def refuse_tensors(
+    missing: Sequence[str], unknown: Sequence[str], misshapen: Sequence[str], what: str = "the checkpoint's tensors"
+):
+    """Raises `ValueError` unless all are empty."""
+    problems = []
+    for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            problems.append(f"{kind}: {', '.join(names[:5])}{more}")
+    if problems:
+        raise ValueError(f"{what} must match the model's configuration; {'; '.join(problems)}")
+
+
+def read_gguf(path: str | Path) -> tuple[dict, tuple[str, ...]]:
+    """
+    Reads the metadata of a GGUF file (of lists of strings, only their lengths) and the names of its tensors.
+
+    Raises:
+        ValueError: If this is not a GGUF file.
+        ImportError: If the package `gguf` is not installed, which Transformers needs to load the file.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("reading a GGUF file needs the package `gguf`; install it: pip install gguf")
+    try:
+        return read_gguf_metadata(str(path))
+    except (ValueError, IndexError, struct.error) as error:
+        raise ValueError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
+
+
+def check_gguf(metadata: dict, tensors: Collection[str]):
+    """Raises `ValueError` if Transformers would silently leave out a part of the model in a GGUF file."""
+    architecture, remedy = metadata["general.architecture"], "use the checkpoint that the file was made from"
+    for name, harmless in UNREAD_GGUF_SETTINGS.items():
+        value = metadata.get(f"{architecture}.{name}")
+        if value not in harmless:
+            raise ValueError(
+                f"`{architecture}.{name}` of a GGUF file must be unset, because Transformers does not read it; got "
+                f"{value!r}; {remedy}"
+            )
+    if "rope_freqs.weight" in tensors:
+        raise ValueError(
+            "a GGUF file must not have `rope_freqs.weight`, the rope scaling of Llama 3.1 and later, because "
+            f"Transformers does not read it; {remedy}"
+        )
