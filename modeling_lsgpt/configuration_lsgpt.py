@@ -47,12 +47,13 @@ _TRANSFORMERS_KWARGS = {
     "_name_or_path",
     "attn_implementation",
     "auto_map",
+    "classifier_dropout",
     "experts_implementation",
+    "hidden_dropout",
     "model_type",
     "name_or_path",
     "num_labels",
     "output_attentions",
-    "per_layer_config",
     "quantization_config",
     "rope_scaling",
     "rope_theta",
@@ -169,11 +170,18 @@ class LSGPTConfig(PreTrainedConfig):
         # Validate here too: `@strict` validates later, and wraps errors in a type that is not a `ValueError`.
         self.validate_architecture()
 
+        for name in ("rope_theta", "rope_scaling"):
+            if kwargs.get(name) is not None and self.position_embedding_type != "rope":
+                raise ValueError(
+                    f'`{name}` must be unset unless `position_embedding_type` is "rope"; got {kwargs[name]!r} with '
+                    f"{self.position_embedding_type!r}"
+                )
+        if kwargs.pop("layer_types", self.layer_types) != self.layer_types:
+            logger.warning("LSGPTConfig derives `layer_types` from `num_global_heads`, and ignores other values")
         for name in sorted(kwargs.keys() - _TRANSFORMERS_KWARGS):
             near = difflib.get_close_matches(name, self.__dataclass_fields__, n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             logger.warning(f"LSGPTConfig has no field `{name}`; the model does not use it{hint}")
-        kwargs.pop("layer_types", None)  # derived, see the property below
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
         if self.position_embedding_type != "rope":

@@ -103,7 +103,7 @@ class Attended(NamedTuple):
     output: torch.Tensor
     """`(B, T, H, D)`."""
     weights: torch.Tensor | None = None
-    """`(B, H, T, S)`, if requested and supported by the engine."""
+    """`(B, H, T, S)`, if requested; only `EagerEngine` returns them."""
     max_logits: torch.Tensor | None = None
     """The largest `|q . k * scaling|` of each head, `(H,)` in float32, if the engine computes it on the way."""
 
@@ -240,6 +240,14 @@ class TransformersEngine(Engine):
     def __init__(self, name: str):
         self.name = name
 
+    def refuse(self, config, heads):
+        # A function that takes any keyword may ignore the sinks.
+        if heads.sinks is not None and "s_aux" not in inspect.signature(ALL_ATTENTION_FUNCTIONS[self.name]).parameters:
+            raise ValueError(
+                f'`attention_sinks` need an attention function with an argument `s_aux`; "{self.name}" has none. Use '
+                'attn_implementation="sdpa"'
+            )
+
     def attend(self, heads, form, measure=False, **kwargs):
         return attend_through_transformers(self.name, heads, form, **kwargs)
 
@@ -255,11 +263,16 @@ class FlashEngine(TransformersEngine):
                 f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
                 'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
             )
-        # Transformers would silently ignore the sinks.
-        if heads.sinks is not None and not _flash_takes_sinks(self.name):
+        # Transformers would silently ignore sinks and dropout.
+        if heads.sinks is not None and not _flash_takes(self.name, "s_aux", "learnable_sink"):
             raise ValueError(
                 f"`attention_sinks` need a FlashAttention whose functions take `s_aux` or `learnable_sink`; those of "
                 f'"{self.name}" do not. Use attn_implementation="flash_attention_4", "triton" or "sdpa"'
+            )
+        if heads.group.dropout and not _flash_takes(self.name, "dropout_p"):
+            raise ValueError(
+                f'"{self.name}" does not support `attention_dropout`, which is {heads.group.dropout} here; use '
+                'attn_implementation="sdpa", or set it to 0'
             )
 
     def form(self, visibility):
@@ -276,9 +289,10 @@ class FlashEngine(TransformersEngine):
 
 
 @cache
-def _flash_takes_sinks(name: str) -> bool:
+def _flash_takes(name: str, *arguments: str) -> bool:
+    """Whether the functions of a FlashAttention have one of the arguments."""
     _, varlen_function, *_ = lazy_import_flash_attention(name)[0]
-    return not {"s_aux", "learnable_sink"}.isdisjoint(inspect.signature(varlen_function).parameters)
+    return not inspect.signature(varlen_function).parameters.keys().isdisjoint(arguments)
 
 
 class FlexEngine(Engine):

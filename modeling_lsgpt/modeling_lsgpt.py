@@ -246,6 +246,11 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
+            if not isinstance(past_key_values, Cache):
+                raise ValueError(
+                    "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
+                    f"{type(past_key_values).__name__}"
+                )
             make_room(past_key_values)
 
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
@@ -401,6 +406,14 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         if labels is not None:
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
+
+        if teacher_logits is not None and labels is not None:
+            expected = (*labels.shape, self.config.vocab_size)
+            if teacher_logits.shape != expected:
+                raise ValueError(
+                    f"`teacher_logits` must have shape {expected}, one logit for each entry of the vocabulary; got "
+                    f"{tuple(teacher_logits.shape)}"
+                )
 
         logits = loss = None
         if has_own_loss:

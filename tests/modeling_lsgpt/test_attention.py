@@ -260,8 +260,8 @@ def test_sinks_of_triton_equal_dense_reference(name):
         check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **SINKS)
 
 
-@pytest.mark.parametrize("parameter", ["s_aux", "learnable_sink", None])
-def test_flash_attention_without_sinks_is_refused(parameter, monkeypatch):
+@pytest.mark.parametrize("parameter", ["s_aux", "learnable_sink", "dropout_p", None])
+def test_flash_attention_without_sinks_or_dropout_is_refused(parameter, monkeypatch):
     """FlashAttention is not here: only what its functions are asked about their arguments."""
 
     def varlen_function(query, key, value):
@@ -273,17 +273,26 @@ def test_flash_attention_without_sinks_is_refused(parameter, monkeypatch):
         varlen_function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), new])
     functions = (None, varlen_function, None, None, None)
     monkeypatch.setattr(engines_lsgpt, "lazy_import_flash_attention", lambda name: (functions, None))
-    engines_lsgpt._flash_takes_sinks.cache_clear()
+    engines_lsgpt._flash_takes.cache_clear()
     attention, config = build((4, 2, 4), "flash_attention_3", torch.bfloat16, **SINKS)
     qkv = random_qkv(1, (4, 2, 4), 12, 20, torch.bfloat16)
     _, local = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv, torch.zeros(4)).split()
     engine = engines_lsgpt.ENGINES["flash_attention_3"]
-    if parameter:
+    if parameter in ("s_aux", "learnable_sink"):
         engine.refuse(config, local)
     else:
         with pytest.raises(ValueError, match="`attention_sinks` need a FlashAttention whose functions take `s_aux`"):
             engine.refuse(config, local)
-    engines_lsgpt._flash_takes_sinks.cache_clear()
+    attention, config = build((4, 2, 4), "flash_attention_3", torch.bfloat16, attention_dropout=0.5)
+    heads = engines_lsgpt.Heads(tuple(attention.train().head_groups), *qkv)
+    if parameter == "dropout_p":
+        engine.refuse(config, heads)
+    else:
+        with pytest.raises(
+            ValueError, match=r'"flash_attention_3" does not support `attention_dropout`, which is 0.5'
+        ):
+            engine.refuse(config, heads)
+    engines_lsgpt._flash_takes.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [8, 16])

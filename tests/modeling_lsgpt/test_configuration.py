@@ -112,9 +112,25 @@ def test_values_are_checked_again_when_a_model_is_built(tiny_config, field, valu
 def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level("WARNING"):
-        LSGPTConfig(slidng_window=64, num_labels=3)
+        LSGPTConfig(slidng_window=64, num_labels=3, classifier_dropout=0.5, hidden_dropout=0.5)
     assert "no field `slidng_window`" in caplog.text and "did you mean `sliding_window`?" in caplog.text
-    assert "num_labels" not in caplog.text
+    assert not any(name in caplog.text for name in ("num_labels", "classifier_dropout", "hidden_dropout"))
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        LSGPTConfig(num_hidden_layers=1, layer_types=["full_attention", "sliding_attention"])
+        assert not caplog.text
+        LSGPTConfig(num_hidden_layers=1, layer_types=["full_attention"])
+    assert "derives `layer_types` from `num_global_heads`" in caplog.text
+
+
+@pytest.mark.parametrize("values", [{"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
+def test_arguments_of_rotary_positions_need_them(values):
+    with pytest.raises(ValueError, match=f"`{next(iter(values))}` must be unset unless `position_embedding_type` is"):
+        LSGPTConfig(**values)
+    assert (
+        LSGPTConfig(position_embedding_type="rope", **values).rope_parameters.items()
+        >= values.get("rope_scaling", values).items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,28 @@ def test_the_smallest_engine_of_the_documentation(tiny_model, monkeypatch):
     expected = model(ids).logits
     model.set_attn_implementation(name)
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="has neither dropout nor sinks"):
-        model.config.attention_dropout = 0.5
-        model.train()(ids)
+    with pytest.raises(ValueError, match="takes only boolean masks"):
+        model(ids, attention_mask=torch.zeros(2, 1, 40, 40))
+    for values in ({"attention_dropout": 0.5}, {"attention_sinks": True}, {"attn_logit_softcapping": 1.0}):
+        model = tiny_model(engine="eager", **values).train()
+        model.config._attn_implementation = name
+        with pytest.raises(ValueError, match="has no dropout, sinks or soft-capping"):
+            model(ids)
+
+
+def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, monkeypatch):
+    """Transformers' own functions take any keyword, and only some of them add sinks."""
+    monkeypatch.setattr(engines_lsgpt, "ENGINES", dict(ENGINES))
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    AttentionInterface.register("plain", sdpa_attention_forward)
+    AttentionInterface.register("with_sinks", lambda *args, s_aux=None, **kwargs: 1 / 0)
+    model, ids = tiny_model(engine="eager", attention_sinks=True), torch.randint(97, (1, 40))
+    model.config._attn_implementation = "plain"
+    with pytest.raises(ValueError, match=r'`attention_sinks` need .* an argument `s_aux`; "plain" has none'):
+        model(ids)
+    model.config._attn_implementation = "with_sinks"
+    with pytest.raises(ZeroDivisionError):
+        model(ids)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -290,6 +309,9 @@ def test_masks_that_cannot_be_are_named(tiny_model, engine):
         (square.bool().expand(-1, 2, -1, -1), r"must be the same for all heads"),
         (square.long(), r"must be boolean, True where a token may attend, or floating point.*got torch.int64"),
         ({GLOBAL: square.long(), LOCAL: None}, r"must be boolean"),
+        ({GLOBAL: square.bool()}, r"dictionary must hold a 4-D mask, or None, for each of 'full_attention', 'sliding"),
+        ({"global": square.bool(), "local": square.bool()}, r"dictionary must hold .* got \{'global': \(2, 1, 9, 9\)"),
+        ({GLOBAL: torch.ones(2, 9), LOCAL: torch.ones(2, 9)}, r"dictionary must hold a 4-D mask"),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, attention_mask=mask)

@@ -502,6 +502,13 @@ def test_nothing_to_return_is_refused(tiny_model):
         tiny_model()(batch(), skip_logits=True)
     with pytest.raises(ValueError, match="`teacher_logits` must be unset without `skip_logits`"):
         tiny_model()(batch(), labels=batch(), teacher_logits=torch.zeros(2, 45, 97))
+    with pytest.raises(ValueError, match=r"`teacher_logits` must have shape \(2, 45, 97\).* got \(2, 45, 98\)"):
+        tiny_model()(batch(), labels=batch(), skip_logits=True, teacher_logits=torch.zeros(2, 45, 98))
+
+
+def test_a_tuple_is_no_cache(tiny_model):
+    with pytest.raises(ValueError, match=r"`past_key_values` must be a cache, .* got tuple"):
+        tiny_model()(batch(), past_key_values=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),))
 
 
 @pytest.mark.parametrize("field", ["cp_size", "sp_size"])
