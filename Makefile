@@ -4,7 +4,7 @@ VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
 SERVING_VENV ?= .venv-serving
 RUN = $(VENV)/bin/python -m
-# What is never imported need not be compiled, and the rest is when it is first imported.
+# `--no-compile`: Python compiles modules when they are first imported, and most of them never are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
 .PHONY: help demo test test-floor test-serving test-serving-next test-pretrained lint
@@ -16,7 +16,7 @@ demo: $(VENV)/installed-demo  ## Train a small LSGPT on Python's own source code
 	$(VENV)/bin/lsgpt train
 
 # `worksteal`: each process begins with one half of the files, so that hardly any shared fixture is made twice.
-test: $(VENV)/installed  ## Run all tests but those of serving
+test: $(VENV)/installed  ## Run all tests but those of serving and of the real model
 	$(RUN) pytest -n 2 --dist worksteal
 
 # The tests in which most of Transformers runs; engines, kernels and compilers are those of `make test`.

@@ -1,4 +1,4 @@
-"""Named configurations to start from: model presets (JSON) and training recipes (YAML)."""
+"""Named configurations to start from: model presets (JSON), training recipes, arms and launch files (YAML)."""
 
 import json
 from pathlib import Path

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Trainer
 
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.compare import checkpoint_or_empty, join_arm, prepare_tokenizer
+from lsgpt.training.compare import find_checkpoint_or_delete_run, join_arm, prepare_tokenizer
 from lsgpt.training.data import pack, tokenize
 from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
@@ -203,7 +203,7 @@ class TrainingStudy(Study):
         if (tokenizer := folder / "tokenizer").exists():
             overrides += ["--tokenizer", str(tokenizer)]
         if not (run_folder / "results.json").exists():
-            if checkpoint := checkpoint_or_empty(run_folder):
+            if checkpoint := find_checkpoint_or_delete_run(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
             arguments = join_arm(base.recipe, arm, self.arms(scale)[arm], overrides)
             trainer = self.build(arguments, arm)

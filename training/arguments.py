@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -276,7 +277,7 @@ def _recipe_of_run(checkpoint: str) -> Path:
     if not recipe.is_file():
         raise ValueError(
             f"`resume_from_checkpoint` must belong to a run with its recipe, but there is no {recipe}. Name the "
-            f"recipe: lsgpt train RECIPE --resume_from_checkpoint {checkpoint}"
+            f"recipe: lsgpt train RECIPE --resume_from_checkpoint {shlex.quote(str(checkpoint))}"
         )
     return recipe
 
@@ -493,7 +494,7 @@ def make_folder(arguments: Arguments):
     if folder.exists() and any(folder.iterdir()) and not training_args.resume_from_checkpoint:
         remedy = "It has no checkpoint to resume from: choose another folder, or delete this one"
         if _complete_checkpoints(folder):
-            remedy = f"To resume the run in it: --resume_from_checkpoint {folder}"
+            remedy = f"To resume the run in it: --resume_from_checkpoint {shlex.quote(str(folder))}"
         raise ValueError(
             f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which is not empty. {remedy}"
         )
@@ -573,7 +574,7 @@ def find_checkpoint(folder: str | Path) -> Path:
     complete = _complete_checkpoints(folder)
     if not complete:
         recipe = folder / "recipe.yaml"
-        remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {recipe}"
+        remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {shlex.quote(str(recipe))}"
         raise ValueError(
             f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}"
             + (remedy if recipe.is_file() else "")

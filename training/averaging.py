@@ -394,6 +394,19 @@ class AveragedWeightsCallback(TrainerCallback):
         )
 
 
+def check_averages(checkpoint: str | Path, kind: str):
+    """Raises `ValueError` if a checkpoint has no averages, or those of another kind, for a run to continue."""
+    files = sorted(Path(checkpoint).glob("averaged*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to continue"
+        )
+    with safe_open(files[0], framework="pt") as file:
+        found = file.metadata()["kind"]
+    if found != kind:
+        raise ValueError(f"the `kind` of `averaging` must be {found}, as in {str(checkpoint)!r}; got {kind}")
+
+
 def _check_run(state, model: nn.Module):
     if is_deepspeed_zero3_enabled():
         raise ValueError(

@@ -20,7 +20,8 @@ logger = logging.get_logger(__name__)
 class MetricsFileCallback(TrainerCallback):
     """
     Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. Numbers
-    that JSON cannot represent (NaN, infinities) become `null`. A resumed run first drops the lines after its step.
+    that JSON cannot represent (NaN, infinities) become `null`. A resumed run first drops the lines after its step; a
+    new run keeps all lines, so give it another `output_dir`.
 
     ```python
     >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
@@ -100,7 +101,7 @@ class SaveOnSignalCallback(TrainerCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
-        self._is_pending = True
+        self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
 
 
 class StepTimerCallback(TrainerCallback):
@@ -164,6 +165,8 @@ class StopOnBadLossCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._filters, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
+        if self._hook is not None:  # of a training that an exception ended
+            self._hook.remove()
         self._hook = model.register_forward_hook(self._remember, with_kwargs=True)
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -59,7 +59,7 @@ def compare(
         ChildProcessError: If a run fails; the message names the file with its output.
     """
     if num_seeds < 1:
-        raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
+        raise ValueError(f"`num_seeds` (`--seeds`) must be at least 1; got {num_seeds}")
     base = parse_arguments(recipe, overrides)
     arguments = {arm: resolve_arm(base.recipe, arm, arms_file) for arm in arms}
     recipes = {arm: arm_arguments.recipe for arm, arm_arguments in arguments.items()}
@@ -123,7 +123,7 @@ def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Ar
     """
     arms = load_arms(arms_file)
     if arm not in arms:
-        raise ValueError(f"`--arms` must be among {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
+        raise ValueError(f"`arms` must be among {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
     return join_arm(base, arm, arms[arm])
 
 
@@ -145,7 +145,7 @@ def _write_recipes(folder: Path, recipes: dict[str, dict]):
         text = yaml.safe_dump(recipe, sort_keys=False)
         if file.exists() and file.read_text(encoding="utf-8") != text:
             raise ValueError(
-                f"`--output_dir` must be new, or hold the same comparison; {file} has different values for this arm"
+                f"`output_dir` must be new, or hold the same comparison; {file} has different values for this arm"
             )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -157,18 +157,20 @@ def _command(folder: Path, arm: str, seed: int, tokenizer: Path | None) -> Comma
     command = [sys.executable, "-m", "lsgpt_cli", "train", folder / arm / "recipe.yaml"]
     command += ["--seed", str(seed), "--output_dir", run_folder]
     command += ["--tokenizer", tokenizer] if tokenizer else []
-    if checkpoint := checkpoint_or_empty(run_folder):
+    if checkpoint := find_checkpoint_or_delete_run(run_folder):
         command += ["--resume_from_checkpoint", checkpoint]
     return Command(command, folder / arm / f"seed-{seed}.log")
 
 
-def checkpoint_or_empty(run_folder: Path) -> Path | None:
+def find_checkpoint_or_delete_run(run_folder: Path) -> Path | None:
     """Returns the checkpoint from which the run in a folder can resume; if there is none, deletes the folder."""
     try:
         checkpoint = find_checkpoint(run_folder)
         check_checkpoint(checkpoint)
-    except ValueError:  # nothing to resume from
-        shutil.rmtree(run_folder, ignore_errors=True)
+    except ValueError as error:
+        if run_folder.exists():
+            print(f"Starting the run in {run_folder} anew: {error}", flush=True)
+            shutil.rmtree(run_folder)
         return None
     return checkpoint
 

@@ -67,7 +67,7 @@ def load_documents(
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
     share of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20,
-    the last 5% of the text of each document.
+    the last 5% of the text of each document. A split or a file called `test` is not used.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
@@ -158,7 +158,10 @@ def _not_text(place: str, found: str) -> str:
 
 
 def _local_files(path: Path) -> dict:
-    """Returns the arguments of `load_dataset` for a file or a folder. Files with other extensions are ignored."""
+    """
+    Returns the arguments of `load_dataset` for a file or a folder. Files with other extensions are ignored, and so are
+    those with the word `test` in their path; one of `_SPLIT_NAMES` makes a file part of the validation split.
+    """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     builders = {_BUILDERS[file.suffix] for file in files if file.suffix in _BUILDERS}
     if len(builders) != 1:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.telemetry import measure_max_logits
-from lsgpt.utilities import with_unit
+from lsgpt.utilities import load_complete, with_unit
 
 from .arguments import Arguments, DataArguments, RunArguments, make_folder
-from .averaging import AveragedWeightsCallback
+from .averaging import AveragedWeightsCallback, check_averages
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
@@ -62,6 +63,9 @@ from .telemetry import LogitTelemetryCallback
 
 STREAM_BUFFER = 1000
 """Number of blocks in the shuffle buffer of a stream."""
+
+NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
+"""Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
 
 
 class LSGPTTrainer(Trainer):
@@ -211,7 +215,7 @@ def check_checkpoint(checkpoint: str | Path):
         raise ValueError(
             f"`resume_from_checkpoint` must contain all that a run needs to resume; got {str(checkpoint)!r} without "
             f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
-            f"start a new run from the weights alone: --model_name_or_path {checkpoint}"
+            f"start a new run from the weights alone: --model_name_or_path {shlex.quote(str(checkpoint))}"
         )
 
 
@@ -249,10 +253,12 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Tr
 def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
     args, stabilizers = arguments.training, arguments.run.stabilizers
-    check_parallelism(args)
+    check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_checkpoint(args.resume_from_checkpoint)
+        if arguments.run.averaging is not None:
+            check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
     if args.process_index == 0:
         make_folder(arguments)
     set_seed(args.seed)
@@ -393,14 +399,21 @@ def make_tokenizer(
 
 
 def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Builds a model with new weights, or loads the checkpoint to fine-tune, in float32."""
+    """
+    Builds a model with new weights, or loads the checkpoint to fine-tune, in float32. Raises `ValueError` if the
+    checkpoint lacks weights of the model, except `NEUTRAL_WEIGHTS`.
+    """
     engine = arguments.model.attn_implementation
     if engine is None:
         soft_caps = "flex_attention" if torch.cuda.is_available() else "eager"
         engine = "sdpa" if config.attn_logit_softcapping is None else soft_caps
     if arguments.model.model_name_or_path:
-        return AutoModelForCausalLM.from_pretrained(
-            arguments.model.model_name_or_path, config=config, attn_implementation=engine, dtype=torch.float32
+        return load_complete(
+            arguments.model.model_name_or_path,
+            NEUTRAL_WEIGHTS,
+            config=config,
+            attn_implementation=engine,
+            dtype=torch.float32,
         )
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(tokenizer, token))
@@ -450,9 +463,8 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
         if is_main:
-            print(
-                f"Saved step {trainer.state.global_step}. Resume with: lsgpt train --resume_from_checkpoint {folder}"
-            )
+            command = shlex.join(["lsgpt", "train", "--resume_from_checkpoint", str(folder)])
+            print(f"Saved step {trainer.state.global_step}. Resume with: {command}")
         return None
     if trainer.adapters is not None:
         trainer.adapters.merge_and_unload()
@@ -491,8 +503,8 @@ The model continues {prompt!r}:
 
 Next:
   {report} (curves, settings, versions)
-  lsgpt generate {folder} {prompt!r}
-  lsgpt info {folder}
+  {shlex.join(["lsgpt", "generate", str(folder), prompt])}
+  {shlex.join(["lsgpt", "info", str(folder)])}
 
   import lsgpt
   from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -180,6 +180,15 @@ def test_gradients_of_parameters_of_which_another_process_holds_all(tiny_model):
         assert control.should_training_stop == (value != 1.0)
 
 
+def test_a_training_that_an_exception_ended_leaves_nothing_to_the_next(tiny_model, tmp_path):
+    model, callback, args = tiny_model(), StopOnBadLossCallback(), TrainingArguments(tmp_path, use_cpu=True)
+    for _ in range(2):  # `on_train_end` is not called
+        callback.on_train_begin(args, TrainerState(), None, model=model)
+    assert len(model._forward_hooks) == 1
+    callback.on_train_end(args, TrainerState(), None)
+    assert not model._forward_hooks
+
+
 def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
     args = TrainingArguments(tmp_path, max_steps=2, label_smoothing_factor=0.1, use_cpu=True, report_to="none")

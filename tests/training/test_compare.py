@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from lsgpt.configuration import load_arms
 from lsgpt.training import parse_arguments
-from lsgpt.training.compare import checkpoint_or_empty, compare, resolve_arm, write_comparison
+from lsgpt.training.compare import compare, find_checkpoint_or_delete_run, resolve_arm, write_comparison
 from lsgpt.training.processes import Command, run_commands
 
 
@@ -108,7 +108,7 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     assert tokenizers == {(folder / "tokenizer" / "tokenizer.json").read_bytes()}
 
     write_inputs(tmp_path, learning_rate=1e-5)
-    with pytest.raises(ValueError, match="`--output_dir` must be new, or hold the same comparison"):
+    with pytest.raises(ValueError, match="`output_dir` must be new, or hold the same comparison"):
         compare("tiny.yaml", ["ls"])
 
 
@@ -116,15 +116,15 @@ def test_a_run_starts_anew_where_nobody_can_go_on(tmp_path):
     useless = tmp_path / "seed-43" / "checkpoint-9"
     useless.mkdir(parents=True)
     (useless / "trainer_state.json").write_text('{"global_step": 9}')
-    assert checkpoint_or_empty(tmp_path / "seed-43") is None
+    assert find_checkpoint_or_delete_run(tmp_path / "seed-43") is None
     assert not (tmp_path / "seed-43").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arms": ["msha"]}, "`--arms` must be among ls, mhsa, .*; got 'msha'; did you mean 'mhsa'"),
-        ({"arms": ["ls"], "num_seeds": 0}, "`--seeds` must be at least 1; got 0"),
+        ({"arms": ["msha"]}, "`arms` must be among ls, mhsa, .*; got 'msha'; did you mean 'mhsa'"),
+        ({"arms": ["ls"], "num_seeds": 0}, r"`num_seeds` \(`--seeds`\) must be at least 1; got 0"),
         ({"arms": ["ls"], "overrides": ["--max_stps", "1"]}, "did you mean '--max_steps'"),
         ({"arms": ["ls"], "arms_file": "nowhere.yaml"}, "arms nowhere.yaml cannot be read"),
     ],

@@ -186,6 +186,11 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     train("--resume_from_checkpoint", ended, "--stop_at_step", 16)
     assert_equal_weights(ended, whole)
     assert_equal_weights(ended / "averaged", whole / "averaged")
+    recipe_of_run = (plain / "recipe.yaml").read_bytes()
+    for folder, message in ((plain, "has no averaged weights"), (ended, "`averaging` must be ema-warmup, .* got ema")):
+        with pytest.raises(ValueError, match=message):
+            build_trainer(parse_arguments(None, ["--resume_from_checkpoint", str(folder), "--averaging", "ema"]))
+    assert (plain / "recipe.yaml").read_bytes() == recipe_of_run
 
     results, without = (json.loads((folder / "results.json").read_text()) for folder in (whole, plain))
     averaged = results["eval_averaged_perplexity"]
@@ -379,6 +384,13 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
     assert (tuned / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, tuned))
     assert before == after
+    for override, message in (
+        ("{num_hidden_layers: 3}", "configuration; missing: model.layers.2."),
+        ("{hidden_size: 32}", "of another shape: .* instead of"),
+    ):
+        overrides = ["--config_overrides", override, "--output_dir", tmp_path / "random"]
+        assert lsgpt_cli.main(["train", *map(str, [*arguments[:-4], *overrides])]) == 2
+        assert re.search(f"the weights in '{base}' must match .*{message}", capsys.readouterr().err)
     arguments += ["--tokenizer", "bpe", "--block_size", "65", "--output_dir", tmp_path / "x"]
     assert lsgpt_cli.main(["train", *map(str, arguments)]) == 2
     assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in capsys.readouterr().err
