@@ -96,7 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "changed. If it has a README.md, the licence in its metadata is used; the new card replaces it on the Hub.",
     )
     publish.add_argument("folder", metavar="FOLDER", help="a folder with a checkpoint, such as runs/demo")
-    publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must not be taken")
+    publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must not exist yet")
     publish.add_argument(
         "--license",
         metavar="ID",
@@ -116,8 +116,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser(
         "convert",
-        help="turn a checkpoint of other code into an LSGPT checkpoint",
-        description="Turn a checkpoint of other code into an LSGPT checkpoint with the same logits: Llama, Mistral, "
+        help="convert a Llama, Mistral, Qwen, GPT-2, nanoGPT or paper checkpoint to LSGPT",
+        description="Convert another model's checkpoint to an LSGPT checkpoint with the same logits: Llama, Mistral, "
         "Qwen2, Qwen3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat template and generation configuration are "
         "carried over. Heads of a pretrained model can be made local: those whose output changes least on your text.",
         allow_abbrev=False,
@@ -144,7 +144,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--calibrate",
         metavar="TEXT",
         help="text to choose the heads on: a file or a folder of .txt, .jsonl, .json or .parquet files, stdlib, or a "
-        "data set on the Hub",
+        "dataset on the Hub",
     )
     convert.add_argument(
         "--balance",
@@ -158,8 +158,8 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=_positive_int,
         default=16,
-        help="maximum number of blocks of text, of up to 2,048 tokens each, to measure heads on, and of those for the "
-        "evaluation; default: %(default)s",
+        help="maximum number of blocks of text (up to 2,048 tokens each) to measure heads on, and again to evaluate "
+        "on; default: %(default)s",
     )
     convert.set_defaults(run=_convert)
 
@@ -175,7 +175,7 @@ def _make_parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "text",
         metavar="TEXT",
-        help="a .txt file, whose beginning is used; or a folder, a file of another kind, stdlib, or a data set on the "
+        help="a .txt file, whose beginning is used; or a folder, a file of another kind, stdlib, or a dataset on the "
         "Hub, whose held-out documents are used",
     )
     inspect.add_argument(
@@ -194,16 +194,16 @@ def _make_parser() -> argparse.ArgumentParser:
         "--far",
         metavar="N",
         type=_positive_int,
-        help="distance in tokens from which keys count as far; default: the window of an LSGPT's local heads, or 128 "
-        "without any and in other models, but at most half a block",
+        help="distance in tokens from which keys count as far; default: the window of LSGPT's local heads, or 128 if "
+        "there are none; at most half a block",
     )
     inspect.set_defaults(run=_inspect)
 
-    text = "show a model's shape and size, and its costs compared with equal multi-head attention"
+    text = "show a model's shape and size, and its costs compared with the same model with all heads global"
     info = commands.add_parser("info", help=text, description=text.capitalize() + ".")
     info.add_argument("model", metavar="PRESET_OR_FOLDER", help="a preset's name, or a folder with a checkpoint")
     info.add_argument(
-        "--length", type=_positive_int, help="number of tokens for the costs; default: the model's positions"
+        "--length", type=_positive_int, help="number of tokens for the costs; default: max_position_embeddings"
     )
     info.set_defaults(run=_info)
     return parser
@@ -447,7 +447,7 @@ def _info(args: argparse.Namespace) -> int:
     for name, (ours, theirs, ratio) in compare_costs(config, length).items():
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
-        print(f"\n  The model itself ends at {config.max_position_embeddings:,} learned positions.")
+        print(f"\n  The model has only {config.max_position_embeddings:,} learned positions.")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Attention alone, forward and backward: Long Short-attention against causal attention in all heads.
 
 The families `lsgpt` and `mhsa` are those of `peers`; `mhsa sdpa` is `scaled_dot_product_attention` itself, which is
-what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA, `lsgpt varlen_attn` is
-also timed, another way to compute the same attention that is not an engine of the model.
+what Transformers' GPT-2 calls. The limit is the `sdpa` engine with global heads only. On CUDA, `lsgpt-varlen` is
+also timed, another way to compute the same attention. It is a family of its own because the model has no such engine.
 """
 
 import copy
@@ -54,7 +54,7 @@ def prepare(shape: Shape) -> Benchmark:
     if shape.device == "cuda":
         peers.add("mhsa varlen_attn", lambda: variable_length_attention, try_out)
         if not config.attention_sinks:  # `varlen_attn` does not support them
-            peers.add("lsgpt varlen_attn", lambda: partial(two_kernels, config=config), try_out)
+            peers.add("lsgpt-varlen varlen_attn", lambda: partial(two_kernels, config=config), try_out)
     gates = [
         partial(check_attention, name, attend, shape, num_global_heads if name.startswith("lsgpt") else heads, True)
         for name, attend in peers.items()

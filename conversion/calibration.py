@@ -153,10 +153,10 @@ def read_blocks(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
     Splits a text into blocks to calibrate on and held-out blocks. Every second document is held out, or the second
-    half of a single document. If the data set has a validation split, that is held out instead.
+    half of a single document. If the dataset has a validation split, that is held out instead.
 
     Args:
-        text: A file or a folder of files, `"stdlib"`, or a data set on the Hub; see `lsgpt.training.load_documents`.
+        text: A file or a folder of files, `"stdlib"`, or a dataset on the Hub; see `lsgpt.training.load_documents`.
         tokenizer: The model's tokenizer.
         block_size: Number of tokens in a block, n.
         max_blocks: Maximum number of blocks in each part; no more text is tokenized.
@@ -283,7 +283,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     report = f"""# {source}: choice of global heads
 
 {num_global} of {layers * kv_heads} key/value heads stay global, with the query heads that they serve; the others see
-{window} tokens and have sinks. The weights are the source's and nothing was trained: fine-tune the model before use.
+{window} tokens and have sinks. No weights were trained: heal the model before use (`lsgpt train heal`).
 
 ## Quality
 

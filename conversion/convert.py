@@ -53,11 +53,11 @@ def convert(
     """
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which has content")
+        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not empty")
     wanted = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`text` (`--calibrate`)": text}
     absent = [name for name, value in wanted.items() if value is None]
     if len(absent) in (1, 2):
-        raise ValueError(f"{', '.join(wanted)} must be given together; got no {', '.join(absent)}")
+        raise ValueError(f"{', '.join(wanted)} must be given together; missing: {', '.join(absent)}")
 
     pretrained = tokenizer = calibration = None
     path = Path(source)

@@ -36,7 +36,7 @@ def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
             f"the file; this one needs {needed}. If you trust it, save its `model` and `model_args` again"
         ) from error
     except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{str(path)!r} must be a complete file of `torch.save`: {error}") from error
+        raise ValueError(f"{str(path)!r} must be a complete file written by `torch.save`: {error}") from error
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise ValueError(

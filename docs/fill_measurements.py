@@ -209,7 +209,7 @@ def telemetry() -> str:
     rows = [
         ["a measured step, as a multiple of the others", f"{result['measured_step_ratio']:.3f}"],
         [f"which implies, with one step in {every} measured", f"{result['implied_ratio']:.4f}"],
-        ["whole trainings, with / without, each round", ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])],
+        ["whole runs, with / without, each round", ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])],
     ]
     return with_sources("| ratio of times", rows, "telemetry.json")
 

@@ -62,7 +62,7 @@ def publish(
     if repo_id.count("/") != 1:
         raise ValueError(f"`repo_id` must be USER/NAME; got {repo_id!r}")
     if output is not None and not dry_run:
-        raise ValueError("`output` must go with `dry_run`: an upload writes no folder")
+        raise ValueError("`output` can only be set with `dry_run`, because an upload writes no folder")
     files = collect_files(folder, repo_id, license)
     if dry_run:
         return str(_write(files, output, Path(folder)))
@@ -117,7 +117,7 @@ def _weight_files(folder: Path) -> list[str]:
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} is no index of weights: {error!r}") from error
+        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
     return [SAFE_WEIGHTS_INDEX_NAME, *sorted(shards)]
 
 
@@ -211,7 +211,7 @@ def _upload(files: dict[str, Path | bytes], repo_id: str, private: bool) -> str:
         ModelCard(bytes(files["README.md"]).decode()).validate()
         url = api.create_repo(repo_id, private=private, exist_ok=False)
     except (OSError, HTTPError) as error:
-        raise ValueError(f"the Hub refuses {repo_id!r}, nothing was created there: {error}") from error
+        raise ValueError(f"the Hub refused {repo_id!r}, and nothing was created: {error}") from error
     try:
         operations = [CommitOperationAdd(name, source) for name, source in files.items()]
         api.create_commit(repo_id, operations, commit_message="Model, tokenizer, code and card")

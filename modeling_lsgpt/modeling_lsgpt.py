@@ -117,7 +117,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         # FSDP2 creates a new class for a sharded model. With our class's name, Transformers finds the code to save
-        # with a checkpoint and recognises the kind of model.
+        # with a checkpoint and recognizes the kind of model.
         if cls.__module__.startswith("torch."):
             sharded = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
             cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__

@@ -33,7 +33,7 @@ from .study import (
 
 
 PHOTOGRAPHS = "scikit-learn"
-"""Name of the data set that consists of the two photographs in scikit-learn."""
+"""Name of the dataset that consists of the two photographs in scikit-learn."""
 
 NUM_GREYS = 32
 
@@ -221,7 +221,7 @@ def load_images(dataset: str) -> dict[str, list[np.ndarray]]:
 
     Args:
         dataset: `PHOTOGRAPHS`, where the left four fifths of each photograph are for training; or the name on the Hub
-            or the folder of a data set of images with the splits `train` and `test`.
+            or the folder of a dataset of images with the splits `train` and `test`.
 
     Raises:
         ImportError: scikit-learn is not installed.

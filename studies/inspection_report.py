@@ -98,7 +98,7 @@ def read_blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, num_
     Reads the first blocks of a text. Each begins with the beginning-of-text token, if the tokenizer adds one to texts.
 
     Args:
-        text: A `.txt` file, which is read from its beginning; or a data set as for `load_documents`, whose split
+        text: A `.txt` file, which is read from its beginning; or a dataset as for `load_documents`, whose split
             `validation` is read.
         tokenizer: The model's tokenizer.
         length: Number of tokens in a block. A shorter text makes one block.

@@ -22,7 +22,7 @@ from .study import Claim, Finding, Runs, Scale, Study, differences, format_value
 
 
 DIGITS = "scikit-learn"
-"""Name of the data set of handwritten digits in scikit-learn."""
+"""Name of the dataset of handwritten digits in scikit-learn."""
 
 NUM_TRAINING_IMAGES = 400
 """Number of images of `DIGITS` for training; all others are for testing."""
@@ -230,7 +230,7 @@ def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
     Args:
         dataset: `DIGITS`, where all but `NUM_TRAINING_IMAGES` images are for testing; or the name on the Hub or the
-            folder of a data set with the columns `image` and `label` and the splits `train` and `test`.
+            folder of a dataset with the columns `image` and `label` and the splits `train` and `test`.
 
     Returns:
         The images `(N, n)` and the labels `(N,)` of each of the splits `train` and `test`.

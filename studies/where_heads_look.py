@@ -69,7 +69,7 @@ reason alone, so the verdict about them says little about what heads learn."""
         "sparse": Claim(
             "attention to the far past is sparse",
             "paper",
-            "in `mhsa` and in SmolLM2, the normalised entropy of the attention to far tokens without the first is "
+            "in `mhsa` and in SmolLM2, the normalized entropy of the attention to far tokens without the first is "
             "below 0.5 in all seeds",
             "in both, it is above 0.8 in all seeds, which is nearly uniform",
         ),
@@ -128,7 +128,7 @@ reason alone, so the verdict about them says little about what heads learn."""
         }
         return {
             "near": Finding("share of attention on far tokens, without the first: " + _list(far), near),
-            "sparse": Finding("normalised entropy of far attention: " + _list(entropy), sparse),
+            "sparse": Finding("normalized entropy of far attention: " + _list(entropy), sparse),
             "rank": Finding("effective rank: " + _list(ranks, 1), verdict_below(ranks["mhsa"], ranks["ls"])),
         }
 

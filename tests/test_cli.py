@@ -227,7 +227,7 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
     assert lsgpt_cli.main(["info", str(tmp_path), "--length", "4096"]) == 0
     output = capsys.readouterr().out
     assert "12, of them global by layer: 4 0 12, 64 dimensions each (3 key/value heads)" in output
-    assert "ends at 1,024 learned positions" in output
+    assert "has only 1,024 learned positions" in output
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_help_explains_every_command_without_torch():
         "Train every arm",
         "continue a text",
         "show a model's shape",
-        "turn a checkpoint of other code",
+        "convert a Llama, Mistral, Qwen, GPT-2",
         "put a trained model on the Hub",
     ):
         assert words in " ".join(process.stdout.split())

@@ -449,7 +449,7 @@ def test_warn_stop_and_clip(tmp_path, caplog, monkeypatch):
     trainer = trainer_of(model, tmp_path, callback)
     trainer.train()
     assert trainer.state.global_step == 1
-    assert "1 heads have logits over 1000, the largest nan in head 3 of layer 1; saving" in caplog.text
+    assert "1 head(s) with logits over 1000, the largest nan in head 3 of layer 1; saving" in caplog.text
     assert (tmp_path / "checkpoint-1" / "model.safetensors").is_file()
     with pytest.raises(ValueError, match=r'`on_explosion` must be "warn" or "stop" .* got "clip" for GPT2LMHeadModel'):
         trainer_of(build("gpt2"), tmp_path, LogitTelemetryCallback(on_explosion="clip")).train()

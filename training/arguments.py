@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from lsgpt.configuration import LSGPTConfig, load_config, load_preset, load_recipe
+from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe
 from lsgpt.utilities import suggest, with_unit
 
 from .averaging import AVERAGES, read_averaging
@@ -29,7 +29,7 @@ from .stabilizers import STABILIZERS, config_fields, read_stabilizers
 class ModelArguments:
     """The model to train."""
 
-    preset: str | None = field(default="demo", metadata={"help": "Model preset to start from, see `lsgpt info`."})
+    preset: str | None = field(default="demo", metadata={"help": f"Model preset to start from: {', '.join(list_presets())}."})
     model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "LSGPT checkpoint to fine-tune, with its tokenizer: a folder or a name on the Hub."},
@@ -37,7 +37,7 @@ class ModelArguments:
     config_overrides: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Fields of LSGPTConfig that replace the preset's, as in '{hidden_size: 64, qk_norm: true}'; "
+            "help": "Fields of LSGPTConfig that replace the model's, as in '{hidden_size: 64, qk_norm: true}'; "
             "`num_global_heads: all` is plain multi-head attention."
         },
     )
@@ -48,8 +48,8 @@ class ModelArguments:
     teacher: str | None = field(
         default=None,
         metadata={
-            "help": "Model whose next-token distributions are learnt instead of the text itself: a folder, a name on "
-            "the Hub or a GGUF file of any causal language model with the same tokenizer."
+            "help": "Teacher to distil from: its next-token distributions replace the text as the target. A folder, a "
+            "name on the Hub or a GGUF file of any causal language model with the same tokenizer."
         },
     )
     trainable: str = field(
@@ -83,18 +83,18 @@ class DataArguments:
         default="stdlib",
         metadata={
             "help": "stdlib (the source of Python's standard library); a file or a folder of .txt, .jsonl, .json or "
-            ".parquet files; or a data set on the Hub."
+            ".parquet files; or a dataset on the Hub."
         },
     )
     dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the data set, if it has several."}
+        default=None, metadata={"help": "Configuration of the dataset, if it has several."}
     )
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
     streaming: bool = field(
         default=False, metadata={"help": "Read the data during training instead of before; needs max_steps."}
     )
     validation_split_percentage: int = field(
-        default=5, metadata={"help": "Percentage of the documents held out if the data set has no validation split."}
+        default=5, metadata={"help": "Percentage of the documents held out if the dataset has no validation split."}
     )
     max_eval_blocks: int | None = field(
         default=None, metadata={"help": "Evaluate on at most this many blocks; all by default."}
@@ -133,10 +133,10 @@ class RunArguments:
         },
     )
     max_logit_every_n_steps: int = field(
-        default=50, metadata={"help": "Measure the attention logits at multiples of this many steps; 0 for never."}
+        default=50, metadata={"help": "Measure the attention logits every this many steps; 0 turns it off."}
     )
     max_logit_threshold: float = field(default=100.0, metadata={"help": "A larger logit counts as an explosion."})
-    on_explosion: str = field(default="warn", metadata={"help": "What to do then: warn, stop or clip."})
+    on_explosion: str = field(default="warn", metadata={"help": "What to do if a logit exceeds max_logit_threshold: warn, stop or clip."})
     averaging: dict | str | None = field(
         default=None,
         metadata={
@@ -454,7 +454,7 @@ def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments,
     if "adagc" in run_args.stabilizers and find_spec("pytorch_optimizer") is None:
         raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer")
     if clips and config.qk_norm:
-        raise ValueError("QK-clip must not be combined with QK-norm: normalised queries ignore their weights' scale")
+        raise ValueError("QK-clip must not be combined with QK-norm: normalized queries ignore their weights' scale")
 
 
 def _check_averaging(arguments: Arguments):

@@ -386,7 +386,7 @@ class AveragedWeightsCallback(TrainerCallback):
             return
         places = " and ".join(str(folder / file_name) for folder in dict.fromkeys(folders))
         raise ValueError(
-            "a training that resumes from a checkpoint must continue its averages; there are none for these weights "
+            "a run that resumes from a checkpoint must continue its averages; there are none for these weights "
             f"of step {state.global_step}: looked for {places}. If the checkpoint is in another folder, set "
             "`resume_from_checkpoint` of the TrainingArguments to it. If it has no averages, because they were not "
             "enabled or the run was killed while saving them, resume from an earlier checkpoint, or train without "

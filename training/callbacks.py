@@ -196,7 +196,7 @@ class StopOnBadLossCallback(TrainerCallback):
         where = _first_bad_layer(model, self._batches[-1][0] if bad_batch is None else bad_batch)
         if bad_batch is None:
             where = "a batch of another process"
-        return f"the loss of step {self.bad_step} is not finite, the first bad numbers come from {where}"
+        return f"the loss of step {self.bad_step} is not finite (first non-finite values: {where})"
 
     def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
         loss = getattr(output, "loss", None)

@@ -1,6 +1,6 @@
 """From text to blocks of tokens, with one function per step: load documents, get a tokenizer, tokenize, pack, collate.
 
-Documents are rows of a `datasets` data set with a column `text`, so every step also accepts data from elsewhere.
+Documents are rows of a `datasets` dataset with a column `text`, so every step also accepts data from elsewhere.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def load_documents(
     streaming: bool = False,
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Loads the documents of a data set.
+    Loads the documents of a dataset.
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
     share of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20,
@@ -71,8 +71,8 @@ def load_documents(
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
-            document each; `.jsonl` or `.json`; `.parquet`); or the name of a data set on the Hub.
-        config_name: Name of one of the data set's configurations, if it has several.
+            document each; `.jsonl` or `.json`; `.parquet`); or the name of a dataset on the Hub.
+        config_name: Name of one of the dataset's configurations, if it has several.
         text_column: Column that holds the text.
         validation_percentage: Share of the training documents to hold out, 1 to 50.
         streaming: Whether to read the data during training instead of before, without storing it.
@@ -81,7 +81,7 @@ def load_documents(
         The splits `train` and `validation`, with the column `text`.
 
     Raises:
-        ValueError: If there is no such data set or column, the column holds anything but strings, there are no
+        ValueError: If there is no such dataset or column, the column holds anything but strings, there are no
             documents, or there are files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
@@ -92,22 +92,22 @@ def load_documents(
     if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
         siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
         raise ValueError(
-            f"`dataset_name` must be {STDLIB}, a file, a folder, or a data set on the Hub; there is no file or folder "
+            f"`dataset_name` must be {STDLIB}, a file, a folder, or a dataset on the Hub; there is no file or folder "
             f"{dataset_name!r}{suggest(Path(dataset_name).name, siblings)}"
         )
     if not is_local and (hint := suggest(dataset_name, [STDLIB])):
-        raise ValueError(f"there is no `dataset_name` {dataset_name!r}{hint}")
+        raise ValueError(f"`dataset_name` {dataset_name!r} is unknown{hint}")
     options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
     except StopIteration as error:  # from the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        choices = f"; it must be {STDLIB}, a file, a folder, or a data set on the Hub, and no file has this name"
+        choices = f"; it must be {STDLIB}, a file, a folder, or a dataset on the Hub, and no file has this name"
         hint = "" if is_local else choices
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
-        raise ValueError(f"`dataset_name` must have a split train; {dataset_name!r} has {', '.join(splits)}")
+        raise ValueError(f"`dataset_name` must have a `train` split; {dataset_name!r} has {', '.join(splits)}")
     splits = type(splits)({name: splits[name] for name in ("train", "validation") if name in splits})
     columns = splits["train"].column_names or list(next(iter(splits["train"]), {}))
     if not columns:
@@ -231,7 +231,7 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
         characters += len(text) if split == "train" else 0
         rows[split].append({"text": text, "path": path.as_posix()})
     if not all(rows.values()):
-        raise ValueError(f"the data set stdlib needs Python's source files; found {len(files)} in {folder}")
+        raise ValueError(f"the dataset stdlib needs Python's source files; found {len(files)} in {folder}")
     return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
 
 

@@ -33,7 +33,7 @@ try:
     from trl.models import unwrap_model_for_generation
     from trl.trainer.utils import pad
 except ImportError as error:
-    raise ImportError("SofT-GRPO needs the package trl: pip install 'lsgpt[rl]'") from error
+    raise ImportError("SofT-GRPO needs the package trl: in a clone of lsgpt, pip install '.[rl]'") from error
 
 
 HOOKS = {
@@ -61,7 +61,7 @@ def check_hooks(trainer_class: type = GRPOTrainer):
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"SofT-GRPO overrides `{trainer_class.__name__}.{name}`, whose parameters differ in trl "
-                f"{version('trl')}; install a supported version: pip install 'lsgpt[rl]'"
+                f"{version('trl')}; install a supported version: in a clone of lsgpt, pip install '.[rl]'"
             )
 
 
@@ -200,7 +200,7 @@ class SoftGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """Overrides TRL's method: generates with soft thinking, and keeps the rollout for scoring."""
         if images is not None:
-            raise ValueError("the data set must contain only text: SofT-GRPO does not support images")
+            raise ValueError("the dataset must contain only text: SofT-GRPO does not support images")
         rows = [torch.tensor(ids) for ids in prompt_ids]
         device = self.accelerator.device
         input_ids = pad(rows, self._tokenizer.pad_token_id, padding_side="left").to(device)

@@ -151,7 +151,7 @@ class LogitTelemetryCallback(TrainerCallback):
             raise ValueError('`on_explosion` must not be "clip" with DeepSpeed, which overwrites changes to weights')
         if model.config.qk_norm:
             raise ValueError(
-                '`on_explosion` must not be "clip" with `qk_norm`, because normalised queries ignore the scale of '
+                '`on_explosion` must not be "clip" with `qk_norm`, because normalized queries ignore the scale of '
                 "their weights"
             )
         projections = [p for layer in self._max_logits.layers for p in (layer.q_proj, layer.k_proj)]
@@ -162,11 +162,11 @@ class LogitTelemetryCallback(TrainerCallback):
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
         row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest
-        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping its weights"}
+        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping their weights"}
         if self.on_explosion == "clip" and not maxima.isfinite().all():
             done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
         logger.warning(
-            f"step {state.global_step}: {int(figures['heads_over_threshold'])} heads have logits over "
+            f"step {state.global_step}: {int(figures['heads_over_threshold'])} head(s) with logits over "
             f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer "
             f"{layer_numbers[row]}"
             f"{done[self.on_explosion]}"
@@ -227,7 +227,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     for layer, row in zip(attention_layers(model), maxima):
         config = layer.config
         if config.qk_norm:
-            raise ValueError("`model` must not have `qk_norm`: normalised queries ignore the scale of their weights")
+            raise ValueError("`model` must not have `qk_norm`: normalized queries ignore the scale of their weights")
         groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
         factors = (threshold / groups.clamp(min=threshold)).sqrt().masked_fill(~groups.isfinite(), 1.0)
         for projection, heads in (

@@ -161,7 +161,7 @@ class LSGPTTrainer(Trainer):
             model_name: Not used: the card has the name of the repository.
             finetuned_from: Name on the Hub of the model that was fine-tuned; by default that of the recipe.
             tasks: Not used: the task is text generation.
-            dataset_tags: Names on the Hub of the data sets; by default that of the recipe.
+            dataset_tags: Names on the Hub of the datasets; by default that of the recipe.
             dataset: Not used: the card describes the data of the recipe.
             dataset_args: Not used, like `dataset`.
         """
@@ -364,10 +364,10 @@ def make_blocks(
         try:
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
-            raise ValueError(f"{error}, split {split}") from error
+            raise ValueError(f"{error} in the {split} split") from error
         if data.streaming and next(iter(blocks[split]), None) is None:
             raise ValueError(
-                f"`dataset_name` must have at least one block of text; split {split} of the stream has none"
+                f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
             )
     if data.streaming:
         blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)

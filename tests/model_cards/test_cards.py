@@ -411,7 +411,7 @@ def test_names_and_folders_that_cannot_be(folder, tmp_path):
     refused("must be USER/NAME", folder, "tiny", dry_run=True)
     refused("ada/ti ny", folder, "ada/ti ny", dry_run=True)
     refused("new or an empty folder", folder, "ada/tiny", dry_run=True, output=folder)
-    refused("must go with `dry_run`", folder, "ada/tiny", output=tmp_path / "card")
+    refused("can only be set with `dry_run`", folder, "ada/tiny", output=tmp_path / "card")
 
 
 def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):

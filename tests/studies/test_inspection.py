@@ -412,7 +412,7 @@ def test_short_text_into_the_folder_of_an_earlier_inspection(workplace):
 
 
 def test_data_sets_and_first_tokens(workplace):
-    """Of a data set the held-out documents are read; a token that begins texts begins every block."""
+    """Of a dataset the held-out documents are read; a token that begins texts begins every block."""
     (workplace / "data").mkdir()
     (workplace / "data" / "train.txt").write_text("unwanted " * 50)
     (workplace / "data" / "validation.txt").write_text(TEXT, encoding="utf-8")

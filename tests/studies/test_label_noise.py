@@ -74,7 +74,7 @@ def test_an_arm_is_the_loss_that_it_is_called():
 
 
 def test_noisy_labels_run(tmp_path, monkeypatch):
-    # Images of the same size and greys as in a data set on the Hub, as at the paper's scale.
+    # Images of the same size and greys as in a dataset on the Hub, as at the paper's scale.
     generator = np.random.default_rng(0)
     for number in range(30):
         split, label = ("train" if number < 20 else "test"), number % 10

@@ -409,7 +409,7 @@ def test_images_run(tmp_path, monkeypatch):
         assert len(runs[arm][0]["loss_by_row"]) == 4 and math.isfinite(runs[arm][0]["eval_loss"])
     assert study.run("mhsa", 42, "micro", tmp_path, ()) == runs["mhsa"][0]
 
-    # Another data set of images, as at the paper's scale.
+    # Another dataset of images, as at the paper's scale.
     generator = np.random.default_rng(0)
     for number in range(6):
         file = tmp_path / "images" / ("train" if number < 4 else "test") / f"{number}.png"

@@ -328,7 +328,7 @@ def test_recipe_of_smollm2():
     _, data, _, args, _ = arguments = parse_arguments("smollm2-135m", ["--use_cpu", "true"])
     tokens_per_step = data.block_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert tokens_per_step == 512 * 2048
-    assert 0.9 < tokens_per_step * args.max_steps / 10e9 < 1  # the data set has 10 billion
+    assert 0.9 < tokens_per_step * args.max_steps / 10e9 < 1  # the dataset has 10 billion
     assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.01, 1.0)
     config = arguments.build_config()
     assert (config.norm_type, config.gated_mlp, config.hidden_act) == ("rms_norm", True, "silu")

@@ -64,7 +64,7 @@ def test_library_without_source_is_an_error(tmp_path):
 
 
 def test_unknown_dataset_is_an_error():
-    with pytest.raises(ValueError, match=r"there is no `dataset_name` 'stdlb'; did you mean 'stdlib'\?"):
+    with pytest.raises(ValueError, match=r"`dataset_name` 'stdlb' is unknown; did you mean 'stdlib'\?"):
         load_documents("stdlb")
 
 

@@ -294,7 +294,7 @@ def with_other_vocabulary(folder):
         ({"teacher": "./gone"}, None, "`teacher` must be a folder, a name on the Hub or a GGUF file; there is no"),
         ({"teacher": "gone.gguf"}, None, "there is no 'gone.gguf'"),
         ({"teacher": "no-such-model"}, None, "cannot load `teacher` 'no-such-model'"),
-        ({}, with_other_vocabulary, r"as many tokens as the model \(`vocab_size` 300\).* has 301"),
+        ({}, with_other_vocabulary, r"the model's `vocab_size` \(300\).* has 301"),
         ({}, with_other_tokenizer, "`teacher` must have the tokenizer of the model, .* has the id"),
         ({}, with_config(num_hidden_layers=3), r"`teacher` .* missing: model.layers.2.* and \d+ more"),
         ({}, with_config(max_position_embeddings=16), r"must be at most the positions of `teacher` .* \(16\); got 32"),

@@ -149,8 +149,8 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
         files = [file.name for file in (tmp_path / "two" / "plain" / "checkpoint-3").glob("averaged*")]
         shards = ["averaged-00001-of-00002.safetensors", "averaged-00002-of-00002.safetensors"]
         assert sorted(files) == (shards if name == "fsdp2" else ["averaged.safetensors"])
-    assert "the loss of step 3 is not finite, the first bad numbers come from a batch of another process" in output
-    assert "the loss of step 3 is not finite, the first bad numbers come from `model.layers.1.mlp.down_proj`" in output
+    assert "the loss of step 3 is not finite (first non-finite values: a batch of another process)" in output
+    assert "the loss of step 3 is not finite (first non-finite values: `model.layers.1.mlp.down_proj`)" in output
 
 
 def assert_same_checkpoint(found: Path, expected: Path):

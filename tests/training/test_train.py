@@ -402,7 +402,7 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"prompt": ""}, "`prompt` must have between 1 and 63 tokens; got 0"),
         ({"prompt": "1 2 " * 40}, "`prompt` must have between 1 and 63 tokens; got"),
         ({"validation_split_percentage": 1, "block_size": 64}, r"`block_size` must be at most the \d+ tokens .*valid"),
-        ({"streaming": True}, "split validation of the stream has none"),
+        ({"streaming": True}, "the validation split of the stream has none"),
         ({"tokenizer": "nowhere/at-all"}, "cannot load `tokenizer` 'nowhere/at-all'"),
         ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
         ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
