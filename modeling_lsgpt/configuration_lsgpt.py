@@ -54,6 +54,7 @@ _TRANSFORMERS_KWARGS = {
     "name_or_path",
     "num_labels",
     "output_attentions",
+    "per_layer_config",
     "quantization_config",
     "rope_scaling",
     "rope_theta",
@@ -176,6 +177,8 @@ class LSGPTConfig(PreTrainedConfig):
                     f'`{name}` must be unset unless `position_embedding_type` is "rope"; got {kwargs[name]!r} with '
                     f"{self.position_embedding_type!r}"
                 )
+        if kwargs.pop("per_layer_config", None) is not None:
+            raise ValueError("`per_layer_config` must be unset, because `num_global_heads` determines it")
         if kwargs.pop("layer_types", self.layer_types) != self.layer_types:
             logger.warning("LSGPTConfig derives `layer_types` from `num_global_heads`, and ignores other values")
         for name in sorted(kwargs.keys() - _TRANSFORMERS_KWARGS):

@@ -29,7 +29,9 @@ from .stabilizers import STABILIZERS, config_fields, read_stabilizers
 class ModelArguments:
     """The model to train."""
 
-    preset: str | None = field(default="demo", metadata={"help": f"Model preset to start from: {', '.join(list_presets())}."})
+    preset: str | None = field(
+        default="demo", metadata={"help": f"Model preset to start from: {', '.join(list_presets())}."}
+    )
     model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "LSGPT checkpoint to fine-tune, with its tokenizer: a folder or a name on the Hub."},
@@ -136,7 +138,9 @@ class RunArguments:
         default=50, metadata={"help": "Measure the attention logits every this many steps; 0 turns it off."}
     )
     max_logit_threshold: float = field(default=100.0, metadata={"help": "A larger logit counts as an explosion."})
-    on_explosion: str = field(default="warn", metadata={"help": "What to do if a logit exceeds max_logit_threshold: warn, stop or clip."})
+    on_explosion: str = field(
+        default="warn", metadata={"help": "What to do if a logit exceeds max_logit_threshold: warn, stop or clip."}
+    )
     averaging: dict | str | None = field(
         default=None,
         metadata={

@@ -74,8 +74,8 @@ def check_teacher(
     config = teacher.config.get_text_config()
     if config.vocab_size != vocab_size:
         raise ValueError(
-            f"`teacher` must have the model's `vocab_size` ({vocab_size}), because it predicts the probability of each "
-            f"token; {name!r} has {config.vocab_size}"
+            f"`teacher` must have the model's `vocab_size` ({vocab_size}), because it predicts the probability of "
+            f"each token; {name!r} has {config.vocab_size}"
         )
     _check_tokenizer(name, tokenizer)
     positions = getattr(config, "max_position_embeddings", None)

@@ -221,8 +221,8 @@ class RunsCode:
         ({"weights": {}}, "must be a checkpoint of nanoGPT, with `model` and `model_args`; it has weights"),
         ([1], "it has list"),
         ({"model": [], "model_args": {}}, "must be dictionaries"),
-        ("text", "must be a complete file of `torch.save`"),
-        ("cut", "must be a complete file of `torch.save`"),
+        ("text", "must be a complete file written by `torch.save`"),
+        ("cut", "must be a complete file written by `torch.save`"),
     ],
 )
 def test_refused_files(content, message, tmp_path, capsys):
@@ -371,7 +371,10 @@ def test_refused_gpt2_weights(tmp_path):
         (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
         (["GPT2x", "new"], "no such file or folder"),
         (["NAN", "new"], "must be finite; model.norm.weight has NaN or infinite values"),
-        (["GPT2", "new", "--global-kv-heads", "1"], "must be given together; missing: `window`, `text` (`--calibrate`)"),
+        (
+            ["GPT2", "new", "--global-kv-heads", "1"],
+            "must be given together; missing: `window`, `text` (`--calibrate`)",
+        ),
         (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "missing: `global_kv_heads`"),
         (["FULL/text.txt", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
         (["GPT2", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "must have a tokenizer"),

@@ -121,6 +121,8 @@ def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
         assert not caplog.text
         LSGPTConfig(num_hidden_layers=1, layer_types=["full_attention"])
     assert "derives `layer_types` from `num_global_heads`" in caplog.text
+    with pytest.raises(ValueError, match="`per_layer_config` must be unset, because `num_global_heads`"):
+        LSGPTConfig(per_layer_config=[LSGPTConfig()])
 
 
 @pytest.mark.parametrize("values", [{"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
