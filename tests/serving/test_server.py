@@ -18,7 +18,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 
-START_SECONDS = 600
+START_SECONDS = 900
 
 
 @pytest.fixture
@@ -60,6 +60,10 @@ def server(checkpoint, tmp_path):
             yield address
         finally:
             process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:  # a server that is just starting may miss the signal
+                process.kill()
 
 
 def is_up(address):
