@@ -278,7 +278,7 @@ def test_without_trl(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     study = load_study("soft-thinking")
     assert "SofT-GRPO" in study.describe()
-    with pytest.raises(ImportError, match=r"pip install 'lsgpt\[rl\]'"):
+    with pytest.raises(ImportError, match=r"in a clone of lsgpt, pip install '\.\[rl\]'"):
         study.prepare("micro", tmp_path, ())
 
 

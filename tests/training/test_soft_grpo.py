@@ -340,14 +340,14 @@ def test_another_trl_is_refused():
 
     check_hooks(GRPOTrainer)
     for trainer_class, method in ((Other, "Other._compute_loss"), (object, "object._generate_single_turn")):
-        with pytest.raises(ImportError, match=rf"`{method}`.* trl 1\..*pip install 'lsgpt\[rl\]'"):
+        with pytest.raises(ImportError, match=rf"`{method}`.* trl 1\..*in a clone of lsgpt, pip install '\.\[rl\]'"):
             check_hooks(trainer_class)
 
 
 def test_trl_is_named_when_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     specification = importlib.util.spec_from_file_location("lsgpt.training.without_trl", soft_grpo.__file__)
-    with pytest.raises(ImportError, match=r"needs the package trl: pip install 'lsgpt\[rl\]'"):
+    with pytest.raises(ImportError, match=r"needs the package trl: in a clone of lsgpt, pip install '\.\[rl\]'"):
         specification.loader.exec_module(importlib.util.module_from_spec(specification))
     assert "soft_grpo" not in (Path(soft_grpo.__file__).parent / "__init__.py").read_text(encoding="utf-8")
 
