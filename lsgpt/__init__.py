@@ -18,8 +18,10 @@ from lsgpt.modeling_lsgpt import (
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
     LSGPTModel,
+    LSGPTPreTrainedModel,
 )
 
+from .parallelism import prepare_for_training
 from .telemetry import MaxLogits, measure_max_logits
 
 
@@ -30,6 +32,8 @@ AutoModel.register(LSGPTConfig, LSGPTModel, exist_ok=True)
 AutoModelForCausalLM.register(LSGPTConfig, LSGPTForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(LSGPTConfig, LSGPTForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(LSGPTConfig, LSGPTForTokenClassification, exist_ok=True)
+
+prepare_for_training(LSGPTPreTrainedModel)
 
 LSGPTConfig.register_for_auto_class()
 LSGPTModel.register_for_auto_class("AutoModel")

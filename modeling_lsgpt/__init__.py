@@ -3,10 +3,11 @@ The LSGPT model. Its files are copied into checkpoints, so they may import only 
 packages that Transformers itself needs, each other and, where it is needed, Triton.
 """
 
-from .attention_lsgpt import HeadGroup, LSGPTAttention
-from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from .engines_lsgpt import ENGINES, Engine, plan_attention, register_engine
+from .attention_lsgpt import ATTENTION_FUNCTIONS, MASK_FUNCTIONS, AttentionMasks, create_attention_masks, create_masks
+from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
+    HeadGroup,
+    LSGPTAttention,
     LSGPTForCausalLM,
     LSGPTForSequenceClassification,
     LSGPTForTokenClassification,
@@ -14,15 +15,18 @@ from .modeling_lsgpt import (
     LSGPTPreTrainedModel,
 )
 from .telemetry_lsgpt import attention_layers
-from .visibility_lsgpt import Visibility, create_attention_masks, describe_visibility
+from .visibility_lsgpt import Visibility, describe_visibility
 
 
 __all__ = [
-    "ENGINES",
+    "ATTENTION_FUNCTIONS",
     "GLOBAL",
+    "HEAD_KINDS",
     "LOCAL",
-    "Engine",
+    "MASK_FUNCTIONS",
+    "AttentionMasks",
     "HeadGroup",
+    "HeadKind",
     "LSGPTAttention",
     "LSGPTConfig",
     "LSGPTForCausalLM",
@@ -33,7 +37,6 @@ __all__ = [
     "Visibility",
     "attention_layers",
     "create_attention_masks",
+    "create_masks",
     "describe_visibility",
-    "plan_attention",
-    "register_engine",
 ]

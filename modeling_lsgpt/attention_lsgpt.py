@@ -1,135 +1,459 @@
-"""Long Short-attention: global heads (full causal) and local heads (causal sliding window) in one layer.
+"""The attention functions and mask functions that LSGPT has instead of, or besides, those of Transformers.
+
+`ATTENTION_FUNCTIONS` and `MASK_FUNCTIONS` are Transformers' tables `ALL_ATTENTION_FUNCTIONS` and
+`ALL_MASK_ATTENTION_FUNCTIONS`, with local entries for what is faster with windows, needs sinks, or would silently
+ignore something. Without a local entry, LSGPT computes the same with the function of Transformers. A function that is
+registered with Transformers' `AttentionInterface` works here, too; without a mask function of its own, it gets dense
+boolean masks.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
+import inspect
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
-from torch.nn import functional as F
-from transformers import Cache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.integrations.flex_attention import compile_friendly_flex_attention, flex_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
-from .configuration_lsgpt import LOCAL, LSGPTConfig
-from .cpu_lsgpt import Linear
-from .engines_lsgpt import NO_SINK, Attended, AttentionPlan, Heads
-from .telemetry_lsgpt import max_logits
+from .configuration_lsgpt import GLOBAL, LSGPTConfig
+from .local_lsgpt import blocked_attention_forward, blocked_mask, sink_attention_forward
+from .visibility_lsgpt import Visibility, describe_visibility
 
 
-class HeadGroup(nn.Module):
+class _FlashToo:
+    """Looks up functions with "flash" in their name, such as kernels from the Hub, under `flash_attention_2`."""
+
+    def __getitem__(self, name: str):
+        is_other_flash = "flash" in name and name in self._global_mapping and name not in self._local_mapping
+        return super().__getitem__("flash_attention_2" if is_other_flash else name)
+
+
+class LSGPTAttentionInterface(_FlashToo, AttentionInterface):
+    """See `ATTENTION_FUNCTIONS`."""
+
+
+class LSGPTMaskInterface(_FlashToo, AttentionMaskInterface):
+    """See `MASK_FUNCTIONS`."""
+
+
+ATTENTION_FUNCTIONS = LSGPTAttentionInterface()
+"""Attention functions by `attn_implementation`."""
+
+MASK_FUNCTIONS = LSGPTMaskInterface()
+"""
+Mask functions by `attn_implementation`. They take the arguments of Transformers' own; `mask_function` is always a
+`Visibility`.
+"""
+
+ALL_HEADS = "all_heads"
+"""Key of the mask with which one call of a fused kernel computes all heads of a layer, whatever their kinds."""
+
+
+@dataclass
+class AttentionMasks:
+    """What all layers share in a forward pass: for each kind of head, its mask, and which keys each query sees."""
+
+    masks: dict[str, Any]
+    """By kind of head, or under `ALL_HEADS`, in the form that the attention function takes."""
+    visibility: dict[str, Visibility]
+    """By kind of head."""
+
+    def __getitem__(self, kind: str) -> Any:
+        return self.masks[kind]
+
+    def to(self, device: torch.device | str, **kwargs) -> "AttentionMasks":
+        """Returns the masks on another device; needed if a model is spread over several."""
+
+        def move(x):
+            if isinstance(x, tuple):
+                return type(x)(*map(move, x))
+            if isinstance(x, BlockMask):
+                return _move_block_mask(x, device)
+            return x.to(device, **kwargs) if isinstance(x, torch.Tensor | Visibility) else x
+
+        masks, visibility = ({kind: move(x) for kind, x in y.items()} for y in (self.masks, self.visibility))
+        return AttentionMasks(masks, visibility)
+
+
+def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionMasks:
     """
-    The heads of one kind in one decoder layer. A group owns one cache layer and has the attributes that Transformers'
-    attention functions read from the module that calls them.
+    Creates the masks of a forward pass. Raises `ValueError`, with a remedy, for what the configured attention function
+    does not support.
     """
-
-    def __init__(self, config: LSGPTConfig, kind: str, num_heads: int, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.kind = kind
-        self.layer_idx = layer_idx  # index of the cache layer, not of the decoder layer
-        self.num_heads = num_heads
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.num_key_value_heads = num_heads // self.num_key_value_groups
-        self.scaling = config.head_dim**-0.5
-        self.softcap = config.attn_logit_softcapping
-        self.is_causal = True
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Number of keys that a query sees; `None` for global heads."""
-        return self.config.sliding_window if self.kind == LOCAL else None
-
-    @property
-    def dropout(self) -> float:
-        """Probability of dropping an attention weight; 0 outside training."""
-        return self.config.attention_dropout if self.training else 0.0
-
-
-class LSGPTAttention(nn.Module):
-    """Multi-head attention with two groups of heads: first the global heads, then the local ones."""
-
-    def __init__(self, config: LSGPTConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, q_size, bias=config.has_bias("qkv_proj"))
-        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
-        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.has_bias("o_proj"))
-        self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
-        first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
-        self.head_groups = nn.ModuleList(
-            HeadGroup(config, kind, num_heads, first_cache_layer + i)
-            for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
+    name = config._attn_implementation
+    has_sinks = any(v.has_sinks for v in visibility.values())
+    if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(name):
+        raise ValueError(
+            f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
+            'attn_implementation="sdpa"'
         )
-        num_local_heads = config.head_groups[layer_idx].get(LOCAL, 0)
-        # One learned logit per local head, which belongs to no token.
-        self.sinks = nn.Parameter(torch.zeros(num_local_heads)) if config.attention_sinks and num_local_heads else None
-        # Whether to compute attention in float32 even under autocast and in half-precision models; for comparisons.
-        self.in_float32 = False
-        # Running maximum of each head's |logit|, `(H,)` in float32; `None` if not measured. See `telemetry_lsgpt`.
-        self.max_logits: torch.Tensor | None = None
+    if name == "triton" and (mask := triton_mask_of_all_heads(visibility)) is not None:
+        # All heads get the window of the last kind; the number of heads without one is counted in the layer.
+        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: list(visibility.values())[-1]})
+    create = MASK_FUNCTIONS.get(name, dense_mask)
+    masks = {}
+    for kind, v in visibility.items():
+        if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:
+            masks[kind] = v.dense()  # as Transformers does: a mask function cannot express an additive mask
+            continue
+        masks[kind] = create(
+            batch_size=v.batch_size,
+            q_length=v.q_length,
+            kv_length=v.kv_length,
+            q_offset=v.q_offset,
+            kv_offset=v.kv_offset,
+            mask_function=v,
+            attention_mask=v.padding_mask,
+            local_size=v.window,
+            allow_is_causal_skip=v.is_plain,
+            device=v.device,
+            config=config,
+        )
+    return AttentionMasks(masks, visibility)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_plan: AttentionPlan,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states (`(B, T, hidden_size)`): Normalised input of the layer.
-            attention_plan: The attention engine, and which keys each query may attend to.
-            position_embeddings: Cosines and sines `(B, T, D)` of the rotary embedding, or `None`.
-            past_key_values: The cache, updated here.
 
-        Returns:
-            Outputs `(B, T, hidden_size)`, and the weights `(B, H, T, S)` if `output_attentions` asks for them on the
-            `eager` engine.
-        """
-        heads = self.project(hidden_states, position_embeddings)
-        by_kind = [each.update_cache(past_key_values) for each in heads.split()]
-        attended = self.attend(attention_plan.calls(heads, by_kind), attention_plan, **kwargs)
-        if self.max_logits is not None:
-            self.measure(by_kind, attention_plan, attended)
-        return self.o_proj(attended.output.flatten(2)), attended.weights
+def create_attention_masks(
+    config: LSGPTConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None = None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> dict | torch.Tensor | None:
+    """
+    Creates the masks that `generate` prepares outside a compiled decoding step, one for each kind of head, each
+    `(B, 1, T, S)` and boolean, or additive if the user's own mask is. The arguments are as in `describe_visibility`.
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> Heads:
-        """Projects the new tokens to queries, keys and values of all heads, with QK-norm and RoPE if configured."""
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if position_embeddings is not None:
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        sinks = self.sinks
-        if sinks is not None:
-            sinks = F.pad(sinks, (query.shape[1] - len(sinks), 0), value=NO_SINK)
-        return Heads(tuple(self.head_groups), query, key, value, sinks)
+    Only single-token steps need them. For a prompt, this returns `attention_mask` unchanged, and the model itself
+    works out which keys each query may attend to.
+    """
+    if inputs_embeds.shape[1] > 1:
+        return attention_mask
+    visibility = describe_visibility(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+    return {kind: each.dense() for kind, each in visibility.items()}
 
-    def attend(self, calls: list[Heads], plan: AttentionPlan, **kwargs) -> Attended:
-        """Runs `AttentionPlan.attend`, in float32 if `in_float32` is set."""
-        measure = self.max_logits is not None
-        if not self.in_float32:
-            return plan.attend(calls, measure, **kwargs)
-        query = calls[0].query
-        with torch.autocast(query.device.type, enabled=False):
-            attended = plan.attend([heads.to(torch.float32) for heads in calls], measure, **kwargs)
-        return attended._replace(output=attended.output.to(query.dtype))
 
-    def measure(self, by_kind: list[Heads], plan: AttentionPlan, attended: Attended):
-        """Updates the running maxima; computes those of this forward pass if the engine has not returned any."""
-        new = attended.max_logits
-        if new is None:
-            new = torch.cat(
-                [max_logits(each.query, each.key, each.group.scaling, plan.visibility[each.kind]) for each in by_kind]
+def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
+    """
+    The dense mask `(B, 1, T, S)`, boolean or additive. It is also the mask of `eager`, which would otherwise give
+    tokens that see nothing (padding) an attention weight.
+    """
+    return mask_function.dense()
+
+
+@lru_cache
+def _takes_sinks(name: str) -> bool:
+    # A function that takes any keyword may ignore the sinks.
+    return name == "eager" or "s_aux" in inspect.signature(ATTENTION_FUNCTIONS[name]).parameters
+
+
+# --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
+
+
+def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
+    """`None` if no mask is needed besides causality, a blocked mask (5-D), or a dense mask (4-D)."""
+    v = mask_function
+    window = v.window or v.kv_length
+    if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
+        return blocked_mask(v)
+    # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
+    if not is_torchdynamo_exporting():
+        is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
+        has_all = v.padding_mask is v.documents is v.first_key is v.mask is v.overlay is None
+        is_causal = is_first and v.q_length <= window and not v.has_sinks
+        if has_all and (v.sees_everything or is_causal):
+            return None
+    return v.dense()
+
+
+def windowed_sdpa_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' `sdpa`, with windows at linear cost and with sinks."""
+    if attention_mask is not None and attention_mask.ndim == 5:
+        return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
+    if s_aux is not None:
+        return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+# --- flash_attention_2, _3, _4: what Transformers would silently ignore is refused -----------------------------------
+
+
+class Documents(NamedTuple):
+    """The packed documents of a single row, in the form that FlashAttention takes."""
+
+    cu_seq_lens: torch.Tensor
+    """`(documents + 1,)`, int32: where documents begin, and the number of tokens."""
+    max_length: int
+    """Tokens in the longest document."""
+
+
+def flash_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Documents | None:
+    """Padding mask `(B, S)`, the documents of a packed row, or `None` if there is neither."""
+    v = mask_function
+    if v.mask is not None or v.overlay is not None:
+        what = "a 4-D `attention_mask`" if v.mask is not None else "this kind of head"
+        raise ValueError(f'FlashAttention does not support {what}; use attn_implementation="sdpa"')
+    if v.documents is not None:
+        if v.batch_size > 1 or v.padding_mask is not None or not v.is_square:
+            raise ValueError(
+                "FlashAttention supports packed documents only in a single row without padding and without a cache; "
+                'pass a batch of 1 in one forward pass, or use attn_implementation="sdpa"'
             )
-        self.max_logits = torch.maximum(self.max_logits.to(new.device), new)
+        # Transformers has another rule for where documents begin, so it must not look at the positions itself.
+        lengths = v.documents.unique_consecutive(return_counts=True)[1]
+        cu_seq_lens = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return Documents(cu_seq_lens, int(lengths.max()))
+    return None if v.padding_mask is None else v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
+
+
+def checked_flash_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Documents | None,
+    dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' FlashAttention. Raises `ValueError` for precisions, sinks and dropout that it does not support."""
+    name = module.config._attn_implementation
+    if query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type):
+        raise ValueError(
+            f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
+            'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
+        )
+    if s_aux is not None and not _flash_takes(name, "s_aux", "learnable_sink"):
+        raise ValueError(
+            f"`attention_sinks` need a FlashAttention whose functions take `s_aux` or `learnable_sink`; those of "
+            f'"{name}" do not. Use attn_implementation="flash_attention_4", "triton" or "sdpa"'
+        )
+    if dropout and not _flash_takes(name, "dropout_p"):
+        raise ValueError(
+            f'"{name}" does not support `attention_dropout`, which is {dropout} here; use '
+            'attn_implementation="sdpa", or set it to 0'
+        )
+    if isinstance(attention_mask, Documents):
+        for side in ("q", "k"):
+            kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask
+        attention_mask = None
+    return ALL_ATTENTION_FUNCTIONS[name](
+        module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs
+    )
+
+
+@lru_cache
+def _flash_takes(name: str, *arguments: str) -> bool:
+    """Whether the functions of a FlashAttention have one of the arguments."""
+    _, varlen_function, *_ = lazy_import_flash_attention(name)[0]
+    return not inspect.signature(varlen_function).parameters.keys().isdisjoint(arguments)
+
+
+# --- flex_attention: sinks, and no compilation on the CPU ------------------------------------------------------------
+
+
+def flex_mask(mask_function: Visibility, config: LSGPTConfig, **kwargs) -> BlockMask | torch.Tensor | None:
+    """A `BlockMask`; for single tokens, where FlexAttention gains nothing, the mask of `sdpa`."""
+    v = mask_function
+    if v.q_length == 1 and config.attn_logit_softcapping is None:
+        return sdpa_mask(v)
+    if v.mask is not None and v.mask.dtype != torch.bool:
+        raise ValueError(
+            "`flex_attention` needs a boolean 4-D mask, True where a token may attend; got "
+            f'{v.mask.dtype}. Convert the mask, or use attn_implementation="sdpa" for an additive one'
+        )
+    if v.is_plain and v.is_square and not is_tracing():
+        return _plain_block_mask(v.q_length, v.window, v.device)
+    return _block_mask(v)
+
+
+def flex_attention_forward_with_sinks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: BlockMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' FlexAttention, with sinks in half precision, too, and not compiled on the CPU."""
+    if not isinstance(attention_mask, BlockMask):
+        return windowed_sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, s_aux, **kwargs
+        )
+    if dropout:
+        raise ValueError(
+            f"FlexAttention does not support `attention_dropout`, which is {dropout} here; use "
+            'attn_implementation="sdpa", or set it to 0'
+        )
+    if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "PyTorch's FlexAttention has no backward pass on the CPU; train with "
+            'attn_implementation="sdpa", or run the model under torch.no_grad()'
+        )
+    is_compiled = query.device.type != "cpu" or is_tracing(query)
+    if is_compiled and s_aux is None:
+        output, _ = flex_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
+        )
+        return output, None
+
+    def cap(logit, *indices):
+        return logit if softcap is None else softcap * torch.tanh(logit / softcap)
+
+    # Not Transformers' function: in half precision it rounds the log-sum-exp, which is needed for the sinks.
+    attend = partial(compile_friendly_flex_attention, training=module.training) if is_compiled else _flex_uncompiled
+    if is_compiled:
+        key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    options = {"score_mod": cap, "block_mask": attention_mask, "scale": scaling, "enable_gqa": True}
+    output, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    if s_aux is not None:
+        output = output * torch.sigmoid(aux.lse - s_aux[:, None])[..., None].to(output.dtype)
+    return output.transpose(1, 2), None
+
+
+def _flex_uncompiled(*args, **kwargs):
+    # On CPUs without AVX-512, PyTorch 2.13 compiles kernels that are wrong for heads of 8 and 16 dimensions.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the warning that it is not compiled
+        return flex_attention(*args, **kwargs)
+
+
+def _mask_mod(visibility: Visibility):
+    """`Visibility.sees` for indices that count from the first query and the first key, as FlexAttention needs it."""
+
+    def sees(batch, head, query, key):
+        return visibility.sees(batch, head, query + visibility.q_offset, key + visibility.kv_offset)
+
+    sees.visibility = visibility  # type: ignore[attr-defined]  # for `_move_block_mask`
+    return sees
+
+
+def _move_block_mask(mask: BlockMask, device: torch.device | str) -> BlockMask:
+    """`BlockMask.to` leaves behind the tensors that the mask function reads."""
+    moved = mask.to(device)
+    moved.mask_mod = _mask_mod(mask.mask_mod.visibility.to(device))
+    return moved
+
+
+def _block_mask(visibility: Visibility) -> BlockMask:
+    v = visibility
+    batch_size = None if v.is_plain else v.batch_size
+    is_compiled = torch.device(v.device).type == "cuda"  # on the CPU, compiling takes longer than it saves
+    return create_block_mask(
+        _mask_mod(v), batch_size, None, v.q_length, v.kv_length, device=v.device, _compile=is_compiled
+    )
+
+
+@lru_cache(maxsize=8)
+def _plain_block_mask(length: int, window: int | None, device: torch.device | str) -> BlockMask:
+    """The mask without a cache, padding or documents, kept because every training step uses the same one."""
+    return _block_mask(Visibility(length, length, window=window, device=device))
+
+
+# --- triton: a fused GPU kernel for all kinds of heads, with the largest logits as a by-product ----------------------
+
+
+def triton_mask(mask_function: Visibility, **kwargs) -> Any:
+    """Padding and documents as `Spans`; the mask of `sdpa` for single tokens, custom masks and static caches."""
+    from .triton_lsgpt import make_spans  # noqa: PLC0415 (Triton is optional)
+
+    v = mask_function
+    if v.q_length == 1 or v.mask is not None or v.overlay is not None or v.has_empty_slots:
+        return sdpa_mask(v)
+    return make_spans(v)
+
+
+def triton_mask_of_all_heads(visibility: dict[str, Visibility]) -> Any:
+    """The `Spans` of all kinds of heads, which are the same if nothing was cached; `None` otherwise."""
+    is_square = all(v.is_square and v.q_length > 1 and v.mask is v.overlay is None for v in visibility.values())
+    return triton_mask(next(iter(visibility.values()))) if is_square else None
+
+
+def triton_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    The kernels of `triton_lsgpt`, for all heads of a layer or for those of one kind. With all heads, it also updates
+    the layer's largest logits if they are measured.
+    """
+    if not isinstance(attention_mask, tuple):
+        return windowed_sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap=softcap, **kwargs
+        )
+    if dropout or softcap is not None:
+        what = "attention_dropout" if dropout else "attn_logit_softcapping"
+        raise ValueError(
+            f"`triton` does not support `{what}`, which is {dropout or softcap} here; use "
+            'attn_implementation="eager", or disable it'
+        )
+    from .triton_lsgpt import fused_attention_forward  # noqa: PLC0415
+
+    num_global_heads = 0 if sliding_window else query.shape[1]
+    has_all_heads = query.shape[1] == sum(module.num_heads)
+    if has_all_heads:
+        num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
+    measure = has_all_heads and module.max_logits is not None
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, they may have a higher precision
+    output, maxima = fused_attention_forward(
+        query, key, value, attention_mask, num_global_heads, sliding_window or 0, scaling, s_aux, measure
+    )
+    if measure:
+        module.max_logits = torch.maximum(module.max_logits.to(maxima.device), maxima)
+    return output, None
+
+
+def refuse_other_models(module: nn.Module, *args, **kwargs):
+    """Raises `ValueError` if another model than LSGPT asks Transformers for `triton`."""
+    raise ValueError(f'attn_implementation="triton" is an engine of LSGPT; {type(module).__name__} cannot use it')
+
+
+MASK_FUNCTIONS["eager"] = dense_mask
+MASK_FUNCTIONS["sdpa"] = sdpa_mask
+MASK_FUNCTIONS["flex_attention"] = flex_mask
+MASK_FUNCTIONS["triton"] = triton_mask
+ATTENTION_FUNCTIONS["sdpa"] = windowed_sdpa_attention_forward
+ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward_with_sinks
+ATTENTION_FUNCTIONS["triton"] = triton_attention_forward
+for _name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+    MASK_FUNCTIONS[_name] = flash_mask
+    ATTENTION_FUNCTIONS[_name] = checked_flash_attention_forward
+_TAKES_ADDITIVE_MASKS = (flash_mask, flex_mask)  # to refuse them
+# Transformers accepts only registered names as `attn_implementation`.
+AttentionInterface.register("triton", refuse_other_models)

@@ -9,7 +9,8 @@ Shapes: B batch, H_kv key/value heads, T new tokens, S keys, D `head_dim`.
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
-from transformers.utils.import_utils import is_tracing
+
+from .configuration_lsgpt import LSGPTConfig
 
 
 ROOM = 256
@@ -20,36 +21,66 @@ spare in a cache of 256 keys or more.
 """
 
 
+class Buffers:
+    """Room for keys and values, which copies of a cache share: whoever writes first behind the last token may stay."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, room: int):
+        length = keys.shape[2]
+        self.tensors = tuple(x.new_empty(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values))
+        for buffer, states in zip(self.tensors, (keys, values)):
+            buffer[:, :, :length] = states
+        self.filled = length
+        """Number of tokens that somebody has written."""
+
+    def begin_with(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> bool:
+        """
+        Whether `keys` and `values` are views of everything that was written, with room up to `end`. Beam search, moves
+        to another device and similar operations replace the views by other tensors; a shorter view would overwrite
+        what another copy of the cache has written.
+        """
+        buffer = self.tensors[0]
+        return (
+            self.filled == keys.shape[2]
+            and end <= buffer.shape[2]
+            and all(x.data_ptr() == y.data_ptr() for x, y in zip(self.tensors, (keys, values)))
+            and buffer.stride() == keys.stride() == values.stride()
+            and buffer.shape[0] == keys.shape[0]
+            and (not buffer.is_inference() or torch.is_inference_mode_enabled())
+        )
+
+
 class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` whose `keys` and `values` are views of the start of larger buffers."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        """Initialises the layer like `DynamicLayer`, without spare room yet."""
-        super().lazy_initialization(key_states, value_states)
-        self.buffers = (self.keys, self.values)
+    buffers: Buffers | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends keys and values `(B, H_kv, T, D)` and returns all of them, `(B, H_kv, S, D)`."""
-        length = self.get_seq_length()
         # A prompt needs no spare room, and a backward pass may need the cached keys and values as they are.
-        if length == 0 or torch.is_grad_enabled() or is_tracing(key_states):
+        is_plain = type(key_states) is torch.Tensor and not torch.compiler.is_compiling()
+        length = self.get_seq_length()
+        if length == 0 or torch.is_grad_enabled() or not is_plain or torch.jit.is_tracing():
             return super().update(key_states, value_states, *args, **kwargs)
-        end = length + key_states.shape[-2]
-        # Beam search, moves to another device and similar operations replace the views by other tensors.
-        pairs = zip(self.buffers, (self.keys, self.values))
-        if not all(_begins_with(buffer, states, end) for buffer, states in pairs):
-            self.buffers = tuple(_with_room(states, end + max(end // ROOM, 1)) for states in (self.keys, self.values))
-        for buffer, new in zip(self.buffers, (key_states, value_states)):
-            buffer[:, :, length:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        end = length + key_states.shape[2]
+        if self.buffers is None or not self.buffers.begin_with(self.keys, self.values, end):
+            self.buffers = Buffers(self.keys, self.values, end - length + max(end // ROOM, 1))
+        keys, values = self.buffers.tensors
+        keys[:, :, length:end], values[:, :, length:end] = key_states, value_states
+        self.buffers.filled = end
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
     def offload(self):
         """Offloads the layer like `DynamicLayer`, and frees the spare room."""
         super().offload()
-        self.buffers = (self.keys, self.values)
+        self.buffers = None
+
+    def reset(self):
+        """Empties the layer like `DynamicLayer`, and frees its memory."""
+        super().reset()
+        self.buffers = None
 
 
 def make_room(cache: Cache):
@@ -59,19 +90,25 @@ def make_room(cache: Cache):
             cache.layers[i] = GrowingLayer()
 
 
-def _begins_with(buffer: torch.Tensor, states: torch.Tensor, length: int) -> bool:
-    """Whether `states` is a view of the start of `buffer`, which has room for `length` tokens and is writable."""
-    return (
-        buffer.data_ptr() == states.data_ptr()
-        and buffer.stride() == states.stride()
-        and buffer.shape[0] == states.shape[0]
-        and buffer.shape[2] >= length
-        and (not buffer.is_inference() or torch.is_inference_mode_enabled())
-    )
-
-
-def _with_room(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    batch_size, num_heads, length, head_dim = states.shape
-    buffer = states.new_empty(batch_size, num_heads, capacity, head_dim)
-    buffer[:, :, :length] = states
-    return buffer
+def check_cache(config: LSGPTConfig, cache: Cache):
+    """Raises `ValueError` if a cache is none, or is one of another model."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
+            f"{type(cache).__name__}"
+        )
+    kinds = [group for groups in config.head_groups for group in groups.items()]
+    group_size = config.num_attention_heads // config.num_key_value_heads
+    for layer_idx, ((kind, num_heads), layer) in enumerate(zip(kinds, cache.layers)):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and window < (config.window(kind) or window):
+            raise ValueError(
+                f"`past_key_values` must keep windows of {config.window(kind)} tokens, as the model's configuration "
+                f"says; layer {layer_idx} keeps {window}. Create the cache anew: `DynamicCache(config=model.config)`"
+            )
+        if layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[1] != num_heads // group_size:
+            raise ValueError(
+                "`past_key_values` must be filled by this model, whose cache layers have different numbers of "
+                f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
+                "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
+            )

@@ -6,6 +6,8 @@ Long Short-attention is described in S. Hajra, arXiv:2505.15548.
 import copy
 import difflib
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -18,10 +20,30 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 GLOBAL = "full_attention"
-"""Cache-layer type and mask key of the global heads (the name that Transformers gives to full causal attention)."""
+"""The global heads. This is Transformers' name for full causal attention, in `layer_types` and mask dictionaries."""
 
 LOCAL = "sliding_attention"
-"""Cache-layer type and mask key of the local heads (the name that Transformers gives to sliding windows)."""
+"""The local heads. This is Transformers' name for attention in a sliding window."""
+
+
+class HeadKind(NamedTuple):
+    """What caches, masks, attention functions and cost estimates need to know about a kind of head."""
+
+    layer_type: str
+    """Transformers' type of its cache layers: `"full_attention"` keeps all tokens, `"sliding_attention"` a window."""
+    has_window: bool = False
+    """Whether a query sees only the last `config.sliding_window` keys, its own included."""
+    has_sinks: bool = False
+    """Whether `config.attention_sinks` gives these heads sinks."""
+    overlay: Callable | None = None
+    """
+    Maps the configuration to a mask function of Transformers, `(batch, head, query, key)` to bool: a further condition
+    for a query to see a key. Positions count from 0, with padding and cached tokens included.
+    """
+
+
+HEAD_KINDS = {GLOBAL: HeadKind(GLOBAL), LOCAL: HeadKind(LOCAL, has_window=True, has_sinks=True)}
+"""The kinds of heads by name. `docs/attention.md` adds a third."""
 
 POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
 
@@ -320,7 +342,7 @@ class LSGPTConfig(PreTrainedConfig):
         The kind of every *cache layer*, in order. A decoder layer owns one cache layer for each kind of head that it
         has, so Transformers' own caches keep a window for local heads and everything for global heads.
         """
-        return [kind for groups in self.head_groups for kind in groups]
+        return [HEAD_KINDS[kind].layer_type for groups in self.head_groups for kind in groups]
 
     @property
     def per_layer_config(self) -> list["LSGPTConfig"]:
@@ -333,6 +355,10 @@ class LSGPTConfig(PreTrainedConfig):
                 view.num_attention_heads = num_heads
                 views.append(view)
         return views
+
+    def window(self, kind: str) -> int | None:
+        """The number of keys that a query sees in heads of a kind, its own included; `None` for its whole past."""
+        return self.sliding_window if HEAD_KINDS[kind].has_window else None
 
     def has_bias(self, part: str) -> bool:
         """Whether a part of the model has biases: `"qkv_proj"`, `"o_proj"`, `"mlp"` or `"norm"`."""
@@ -369,7 +395,9 @@ class LSGPTConfig(PreTrainedConfig):
         if self.position_embedding_type == "learned":
             outside += self.max_position_embeddings * d
         if self.attention_sinks:
-            outside += sum(groups.get(LOCAL, 0) for groups in self.head_groups)
+            outside += sum(
+                n for groups in self.head_groups for kind, n in groups.items() if HEAD_KINDS[kind].has_sinks
+            )
         return layers * per_layer + outside
 
     def flops_per_token(self, length: int) -> float:
@@ -383,8 +411,8 @@ class LSGPTConfig(PreTrainedConfig):
         `W - W * (W - 1) / (2 * n)`. Masked-out pairs, softmax and norms are not counted. The backward pass takes
         twice as many operations.
         """
-        n, window = length, min(length, self.sliding_window)
-        visible_keys = {GLOBAL: (n + 1) / 2, LOCAL: window - window * (window - 1) / (2 * n)}
+        windows = {kind: min(self.window(kind) or length, length) for groups in self.head_groups for kind in groups}
+        visible_keys = {kind: w - w * (w - 1) / (2 * length) for kind, w in windows.items()}
         matrices = self.num_hidden_layers * self._matrix_parameters_per_layer() + self.vocab_size * self.hidden_size
         attended = sum(heads * visible_keys[kind] for groups in self.head_groups for kind, heads in groups.items())
         return 2 * matrices + 4 * self.head_dim * attended
@@ -397,10 +425,9 @@ class LSGPTConfig(PreTrainedConfig):
         last `W` in a local one (`StaticCache` holds `W`, `DynamicCache` `W - 1`). Relative to multi-head attention,
         this is a fraction of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
         """
-        tokens = {GLOBAL: length, LOCAL: min(length, self.sliding_window)}
-        stored = sum(
-            view.num_key_value_heads * tokens[kind] for kind, view in zip(self.layer_types, self.per_layer_config)
-        )
+        groups = self.num_attention_heads // self.num_key_value_heads
+        kinds = [(kind, n // groups) for heads in self.head_groups for kind, n in heads.items()]
+        stored = sum(kv_heads * min(self.window(kind) or length, length) for kind, kv_heads in kinds)
         return 2 * self.head_dim * stored * bytes_per_value
 
     def _matrix_parameters_per_layer(self) -> int:

@@ -7,7 +7,6 @@ a block.
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
 
 from .visibility_lsgpt import Visibility
 
@@ -75,7 +74,7 @@ def blocked_attention_forward(
     tail = num_blocks * block_length - q_length
 
     query = query.transpose(1, 2)
-    if is_tracing(query) or tail:  # an exported program must handle lengths with and without a tail
+    if torch.compiler.is_compiling() or tail:  # an exported program must handle lengths with and without a tail
         query = F.pad(query, (0, 0, 0, 0, 0, tail))
     query = query.reshape(batch_size * num_blocks, block_length, num_kv_heads, groups, head_dim)
     query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -159,7 +158,7 @@ def sink_attention_forward(
 
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
     """`sink_attention_forward` for equally many query and key heads, `sinks` `(H, T)` and outputs `(B, H, T, D)`."""
-    is_on_cpu = query.device.type == "cpu" and not is_tracing(query) and not torch.is_autocast_enabled("cpu")
+    is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
     if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
         return _SinkAttention.apply(query, key, value, mask, sinks, scaling)
     # The sink becomes one more key, with a value of 0. In an extra dimension, this key is 1, the others are 0, and the

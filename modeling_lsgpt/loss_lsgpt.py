@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .cpu_lsgpt import Linear
+from .linear_lsgpt import SplitLinear
 
 
 CHUNK_LENGTH = 1024
@@ -178,7 +178,7 @@ def _summed_loss(
 
 def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:
     """Whether calling `lm_head` only multiplies by its weight, and the whole weight is available on `device`."""
-    if type(lm_head) not in (nn.Linear, Linear):  # an adapter, a quantised layer
+    if type(lm_head) not in (nn.Linear, SplitLinear):  # an adapter, a quantised layer
         return False
     # FSDP2 and DeepSpeed, for example, gather the weight in hooks.
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -1,38 +1,47 @@
 """LSGPT: a pre-norm decoder with GPT-2's or Llama's blocks and Long Short-attention (arXiv:2505.15548).
 
-Shapes: B batch, T new tokens, V `vocab_size`.
+The heads of each layer come in kinds, the global ones first. Each kind has its own mask, cache layer and call of the
+attention function; everything else is as in Transformers' Llama.
+
+Shapes: B batch, T new tokens, S cached and new tokens, H heads, D `head_dim`, V `vocab_size`.
 """
 
-import sys
-from functools import cache
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_lsgpt import LSGPTAttention
-from .cache_lsgpt import make_room
-from .configuration_lsgpt import LSGPTConfig
-from .cpu_lsgpt import Linear
-from .engines_lsgpt import plan_attention
+from .attention_lsgpt import ALL_HEADS, ATTENTION_FUNCTIONS, AttentionMasks, create_attention_masks, create_masks
+from .cache_lsgpt import check_cache, make_room
+from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
+from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss
-from .visibility_lsgpt import create_attention_masks, describe_visibility
+from .telemetry_lsgpt import update_max_logits
+from .visibility_lsgpt import describe_visibility, may_look_at
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -57,9 +66,9 @@ class LSGPTMLP(nn.Module):
         bias = config.has_bias("mlp")
         self.gate_proj = None
         if config.gated_mlp:
-            self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
+            self.gate_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = make_linear(config.intermediate_size, config.hidden_size, bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -74,6 +83,200 @@ def make_norm(config: LSGPTConfig) -> nn.Module:
     if config.norm_type == "rms_norm":
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
+
+
+NO_SINK = -1e4
+"""Logit for heads without a sink when all heads of a layer are computed together; its weight is exactly 0."""
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention written out in PyTorch: the reference for other functions, and the only one with attention weights.
+
+    The mask `(B or 1, 1, T, S)` is boolean, True where a query may attend, or additive. With a boolean mask, the
+    weights of masked pairs are exactly 0, even if a query may see nothing at all. With sinks `s_aux` `(H,)`, a query's
+    weights sum to less than 1, because the sink's share is not included. Returns outputs `(B, T, H, D)` and weights
+    `(B, H, T, S)`.
+    """
+    key_states = repeat_kv(key, module.num_key_value_groups)
+    value_states = repeat_kv(value, module.num_key_value_groups)
+    attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
+    if softcap is not None:
+        attn_weights = softcap * torch.tanh(attn_weights / softcap)
+    is_boolean = attention_mask.dtype == torch.bool
+    if is_boolean:
+        attn_weights = attn_weights.masked_fill(~attention_mask, torch.finfo(attn_weights.dtype).min)
+    else:
+        attn_weights = attn_weights + attention_mask
+    if s_aux is not None:
+        sinks = s_aux.to(attn_weights.dtype)[:, None, None].expand(*attn_weights.shape[:3], 1)
+        attn_weights = torch.cat([attn_weights, sinks], dim=-1)
+    softmax_dtype = torch.promote_types(attn_weights.dtype, torch.float32)
+    attn_weights = F.softmax(attn_weights, dim=-1, dtype=softmax_dtype)[..., : key.shape[2]]
+    if is_boolean:
+        attn_weights = attn_weights.masked_fill(~attention_mask, 0.0)
+    attn_weights = F.dropout(attn_weights.to(query.dtype), p=dropout, training=module.training)
+    return torch.matmul(attn_weights, value_states).transpose(1, 2).contiguous(), attn_weights
+
+
+class HeadGroup(NamedTuple):
+    """The heads of one kind in a layer, or all its heads."""
+
+    kind: str
+    num_heads: int
+    num_key_value_heads: int
+    layer_idx: int
+    """Index of the cache layer, not of the decoder layer."""
+    has_sinks: bool
+
+
+class LSGPTAttention(nn.Module):
+    """Multi-head attention with several kinds of heads: first the global heads, then the local ones."""
+
+    def __init__(self, config: LSGPTConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.softcap = config.attn_logit_softcapping
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = make_linear(config.hidden_size, q_size, bias=config.has_bias("qkv_proj"))
+        self.k_proj = make_linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.v_proj = make_linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.o_proj = make_linear(q_size, config.hidden_size, bias=config.has_bias("o_proj"))
+        self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+
+        first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
+        self.head_groups = tuple(
+            HeadGroup(kind, n, n // self.num_key_value_groups, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
+            for i, (kind, n) in enumerate(config.head_groups[layer_idx].items())
+        )
+        num_heads, num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.all_heads = HeadGroup(ALL_HEADS, num_heads, num_key_value_heads, -1, True)
+        self.num_heads = [heads.num_heads for heads in self.head_groups]
+        self.num_key_value_heads = [heads.num_key_value_heads for heads in self.head_groups]
+        # One learned logit for each head of the kinds with sinks, which belongs to no token. They are the last heads.
+        num_sinks = sum(heads.num_heads for heads in self.head_groups if heads.has_sinks)
+        self.sinks = nn.Parameter(torch.zeros(num_sinks)) if config.attention_sinks and num_sinks else None
+        # Running maxima of each head's |logit|, `(H,)` in float32; `None` if not measured. See `telemetry_lsgpt`.
+        self.max_logits: torch.Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: AttentionMasks,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states (`(B, T, hidden_size)`): Normalised input of the layer.
+            attention_mask: The masks of each kind of head.
+            position_embeddings: Cosines and sines `(B, T, D)` of the rotary embedding, or `None`.
+            past_key_values: The cache, updated here.
+
+        Returns:
+            Outputs `(B, T, hidden_size)`, and the weights `(B, H, T, S)` if `output_attentions` asks for them with
+            `eager`.
+        """
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        if position_embeddings is not None:
+            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
+
+        # Each kind of head has its own cache layer, mask and call of the attention function.
+        calls = []
+        for heads, query, key, value in zip(
+            self.head_groups,
+            query_states.split(self.num_heads, dim=1),
+            key_states.split(self.num_key_value_heads, dim=1),
+            value_states.split(self.num_key_value_heads, dim=1),
+        ):
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, heads.layer_idx)
+                length = attention_mask.visibility[heads.kind].kv_length
+                if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
+                    key, value = key[:, :, -length:], value[:, :, -length:]
+            calls.append((heads, query, key, value))
+        if self.max_logits is not None:
+            update_max_logits(self, calls, attention_mask)
+        if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
+            calls = [(self.all_heads, query_states, key_states, value_states)]
+
+        attention_interface = ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        results = [
+            attention_interface(
+                self,
+                query,
+                key,
+                value,
+                attention_mask.masks[heads.kind],
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                sliding_window=attention_mask.visibility[heads.kind].window,
+                softcap=self.softcap,
+                s_aux=self.sinks_of(heads),
+                **kwargs,
+            )
+            for heads, query, key, value in calls
+        ]
+        attn_outputs, attn_weights = zip(*results)
+        if attn_weights[0] is not None and kwargs.get("output_attentions", self.config.output_attentions):
+            attn_output, attn_weights = join_weights(calls, attn_weights, attention_mask)
+        else:
+            attn_output, attn_weights = torch.cat(attn_outputs, dim=2), None
+        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+
+    def sinks_of(self, heads: HeadGroup) -> torch.Tensor | None:
+        """The sinks of a group of heads, one for each; `None` if none of them has one."""
+        if self.sinks is None or not heads.has_sinks or len(self.sinks) == heads.num_heads:
+            return self.sinks if heads.has_sinks else None
+        return F.pad(self.sinks, (heads.num_heads - len(self.sinks), 0), value=NO_SINK)
+
+
+def join_weights(
+    calls: list[tuple], attn_weights: Sequence[torch.Tensor], attention_mask: AttentionMasks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Joins the attention weights of all kinds of heads in one tensor `(B, H, T, S)` over all keys, in which those of
+    local heads are padded because their cache begins later. The outputs `(B, T, H, D)` are computed anew from this
+    tensor, so that gradients flow through the weights that the caller receives.
+    """
+    offsets = [attention_mask.visibility[heads.kind].kv_offset for heads, *_ in calls]
+    end = max(offset + weights.shape[3] for offset, weights in zip(offsets, attn_weights))
+    padded = [F.pad(w, (offset, end - offset - w.shape[3])) for offset, w in zip(offsets, attn_weights)]
+    joined = torch.cat(padded, dim=1)
+    outputs = []
+    for (heads, _, _, value), offset, weights in zip(
+        calls, offsets, joined.split([w.shape[1] for w in padded], dim=1)
+    ):
+        value = repeat_kv(value, heads.num_heads // heads.num_key_value_heads)
+        outputs.append(weights[..., offset : offset + value.shape[2]] @ value)
+    return torch.cat(outputs, dim=1).transpose(1, 2), joined
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
@@ -112,15 +315,16 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LSGPTConfig):
         config.validate_architecture()  # again: fields may have been changed
         super().__init__(config)
-        _register_decoder(type(config))  # type: ignore[arg-type]  # dataclasses are hashable
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        # FSDP2 creates a new class for a sharded model. With our class's name, Transformers finds the code to save
-        # with a checkpoint and recognizes the kind of model.
-        if cls.__module__.startswith("torch."):
-            sharded = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
-            cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        """As in Transformers, but without pipelines, whose later stages would not know the length of the cache."""
+        if distributed_config is not None and (distributed_config.pp_size or 1) > 1:
+            raise ValueError(
+                f"`pp_size` of the `DistributedConfig` must be 1; got {distributed_config.pp_size}: LSGPT cannot be "
+                "split into a pipeline. Use `fsdp_size`, or `device_map` to spread the layers over several GPUs"
+            )
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -143,7 +347,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
                 f"`{name}` must be integers, of dtype torch.int64 or torch.int32; got {ids.dtype}; convert them with "
                 "`.long()`"
             )
-        if ids.device.type != "cpu" or is_tracing(ids):
+        if ids.device.type != "cpu" or not may_look_at(ids):
             return
         if ignored is not None:
             ids = ids[ids != ignored]
@@ -175,16 +379,6 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             return super()._flash_attn_can_dispatch(*args, **kwargs)
         except ImportError as error:
             raise ImportError(f'{error} Install it, or use attn_implementation="sdpa"') from error
-
-
-@cache
-def _register_decoder(config_class: type):
-    """
-    Makes `AutoModel` build `LSGPTModel`, because the generic classification heads use `AutoModel`. This is done for
-    each configuration class, not once for this file's `LSGPTConfig`: from a checkpoint's code, Transformers imports
-    the configuration twice, once for itself and once for this file.
-    """
-    AutoModel.register(config_class, LSGPTModel, exist_ok=True)
 
 
 class LSGPTModel(LSGPTPreTrainedModel):
@@ -235,7 +429,6 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 learned positions, or the attention engine does not support the call.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
-        self._check_parallelism()
         if kwargs.get("cache") is not None:
             raise ValueError(
                 "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but "
@@ -246,15 +439,18 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            if not isinstance(past_key_values, Cache):
+            check_cache(self.config, past_key_values)
+            if self.gradient_checkpointing and self.training and past_key_values.get_seq_length() > 0:
                 raise ValueError(
-                    "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
-                    f"{type(past_key_values).__name__}"
+                    "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
+                    "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
                 )
             make_room(past_key_values)
 
-        visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        attention_plan = plan_attention(self.config, visibility)
+        visibility = describe_visibility(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, kwargs.get("cu_seq_lens_q")
+        )
+        attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
@@ -272,7 +468,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while the first layers draft
             hidden_states = layer(
                 hidden_states,
-                attention_plan=attention_plan,
+                attention_mask=attention_masks,
                 position_ids=position_ids,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
@@ -305,18 +501,6 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 f"got {tuple(position_ids.shape)}"
             )
 
-    def _check_parallelism(self):
-        state = sys.modules.get("accelerate.state")  # not imported: a checkpoint must load without it
-        if not self.training or is_tracing() or state is None or not state.is_initialized():
-            return
-        parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
-        for field in ("cp_size", "sp_size"):
-            if getattr(parallelism, field, 1) > 1:
-                raise ValueError(
-                    f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
-                    "splits every sequence over processes, and local heads would lose their window at each boundary"
-                )
-
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
     """The decoder with a language modelling head."""
@@ -329,7 +513,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LSGPTModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = make_linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
@@ -433,12 +617,56 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
 
 
-class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
+class LSGPTClassifier:
+    """What the classification heads share: positions that leave out padding."""
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
+        """
+        Accepts the arguments of `LSGPTModel`, and `labels`. By default, positions do not count padding on the left, so
+        that a row has the same scores in a batch and alone.
+        """
+        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+            num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+            index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+            position_ids = (index - num_left).clamp(min=0)[:, -length:]
+        return super().forward(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, **kwargs
+        )
+
+
+class LSGPTForSequenceClassification(LSGPTClassifier, GenericForSequenceClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on the last token of each sequence."""
 
+    def __init__(self, config: LSGPTConfig):
+        LSGPTPreTrainedModel.__init__(self, config)  # the generic class would look for the decoder in `AutoModel`
+        self.num_labels = config.num_labels
+        self.model = LSGPTModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
 
-class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
+
+class LSGPTForTokenClassification(LSGPTClassifier, GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on each token."""
+
+    def __init__(self, config: LSGPTConfig):
+        LSGPTPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LSGPTModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
 
 
 # Transformers looks here to find out whether to shift a model's labels, for example for label smoothing in `Trainer`.

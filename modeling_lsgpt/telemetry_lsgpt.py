@@ -7,9 +7,12 @@ converted into it.
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from .attention_lsgpt import ALL_HEADS, AttentionMasks
 from .visibility_lsgpt import Visibility
 
 
@@ -69,6 +72,18 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
             visible = visible & v.padding_mask[batch, positions][:, None, None]
         result = torch.maximum(result, logits.masked_fill(~visible, 0.0).abs().amax(dim=(0, 3, 4)))
     return result.flatten()
+
+
+def update_max_logits(module: nn.Module, calls: Sequence[tuple], attention_mask: AttentionMasks):
+    """
+    Updates the running maxima of a layer with its calls of the attention function, `(heads, query, key, value)` for
+    each kind of head. A fused kernel does it itself, on the way.
+    """
+    if ALL_HEADS in attention_mask.masks:
+        return
+    visibility = attention_mask.visibility
+    maxima = [max_logits(query, key, module.scaling, visibility[heads.kind]) for heads, query, key, _ in calls]
+    module.max_logits = torch.maximum(module.max_logits.to(maxima[0].device), torch.cat(maxima))
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:

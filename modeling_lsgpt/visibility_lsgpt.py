@@ -1,19 +1,20 @@
-"""Visibility: which keys each query may attend to, described once per forward pass for each kind of head.
+"""Who sees whom: which keys each query may attend to, described once per forward pass for each kind of head.
 
-Transformers' mask helpers have no head axis, so global and local heads each have their own `Visibility`. Code that
-needs it (attention engines, the measurement of logits, calibration) asks a `Visibility`. The Triton kernels,
-FlashAttention and `dense` (for additive masks) apply parts of the rules themselves; tests compare them with `sees`.
+The mask functions of Transformers have no head axis, so each kind of head has a `Visibility` of its own, which is a
+mask function itself. Masks, the measurement of logits and calibration all ask it. The Triton kernels, FlashAttention,
+PyTorch's causal attention and `dense` (for additive masks) apply parts of the rules themselves; tests compare them.
 
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
-from .configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
+from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Visibility:
 
     - `k <= q` (causality); with a custom `mask`, the mask decides instead;
     - `k > q - window`, for heads with a window;
+    - `overlay` agrees, for kinds of heads that have one;
     - `k` is not padding;
     - both are in the same document.
     """
@@ -39,13 +41,15 @@ class Visibility:
     kv_offset: int = 0
     """Position of the first key; a sliding-window cache has dropped the keys before it."""
     window: int | None = None
-    """W, the number of keys that a query of a local head sees, including its own; `None` if all heads are global."""
-    num_global_heads: int = 0
-    """With a window: number of leading heads without it; more than 0 if this describes both kinds of heads at once."""
+    """W, the number of keys that a query sees, including its own; `None` for all."""
+    overlay: Callable | None = None
+    """A further condition, from `HeadKind.overlay`."""
     padding_mask: torch.Tensor | None = None
     """`(B, P + T)`, True for real tokens; `None` if there is no padding."""
     documents: torch.Tensor | None = None
     """`(B, P + T)`, each token's document number in a packed row; `None` if every row is a single document."""
+    first_key: torch.Tensor | None = None
+    """`(B, 1)`, the position at which each sequence's last document begins; for single tokens and static caches."""
     mask: torch.Tensor | None = None
     """`(B or 1, 1, T, S)`, a custom mask: boolean, True where a query may attend, or additive."""
     has_sinks: bool = False
@@ -60,25 +64,31 @@ class Visibility:
     def sees(self, batch, head, query, key) -> torch.Tensor:
         """
         Whether each query sees each key, given indices that broadcast: of sequences, heads, and positions of queries
-        and keys. This is what Transformers and FlexAttention call a mask function. It cannot express additive masks.
+        and keys. This is a mask function of Transformers and FlexAttention. It cannot express additive masks.
         """
         if self.mask is None:
             visible = key <= query
         else:
             visible = self.mask[batch, 0, query - self.q_offset, key - self.kv_offset]
         if self.window is not None:
-            in_window = key > query - self.window
-            visible = visible & (in_window | (head < self.num_global_heads) if self.num_global_heads else in_window)
+            visible = visible & (key > query - self.window)
+        if self.overlay is not None:
+            visible = visible & self.overlay(batch, head, query, key)
         if self.padding_mask is not None:
             visible = visible & self.padding_mask[batch, key]
         if self.documents is not None:
             visible = visible & (self.documents[batch, query] == self.documents[batch, key])
+        if self.first_key is not None:
+            visible = visible & (key >= self.first_key[batch, 0])
         return visible
+
+    __call__ = sees
 
     @property
     def is_plain(self) -> bool:
         """Whether only causality and the window restrict what a query sees."""
-        return self.padding_mask is None and self.documents is None and self.mask is None and not self.has_empty_slots
+        limits = (self.padding_mask, self.documents, self.first_key, self.mask, self.overlay)
+        return all(limit is None for limit in limits) and not self.has_empty_slots
 
     @property
     def is_square(self) -> bool:
@@ -89,7 +99,7 @@ class Visibility:
     def sees_everything(self) -> bool:
         """Whether there is a single query and it sees every key, except for padding and other documents."""
         is_inside = self.window is None or self.kv_length <= self.window
-        return self.q_length == 1 and is_inside and self.mask is None and not self.has_empty_slots
+        return self.q_length == 1 and is_inside and self.mask is self.overlay is None and not self.has_empty_slots
 
     @property
     def query_positions(self) -> torch.Tensor:
@@ -103,11 +113,13 @@ class Visibility:
 
     def dense(self) -> torch.Tensor:
         """The full mask `(B, 1, T, S)`: boolean, or additive if the custom mask is."""
-        if self.mask is not None and self.window is None:
+        if self.mask is not None and self.window is self.overlay is None:
             return self.mask
         if self.mask is not None and self.mask.dtype != torch.bool:
-            in_window = self.key_positions > self.query_positions[:, None] - self.window
-            return self.mask.masked_fill(~in_window, torch.finfo(self.mask.dtype).min)
+            of_kind = Visibility(0, 0, window=self.window, overlay=self.overlay)
+            visible = of_kind.sees(0, 0, self.query_positions[:, None], self.key_positions)
+            visible = visible | (self.key_positions > self.query_positions[:, None])
+            return self.mask.masked_fill(~visible, torch.finfo(self.mask.dtype).min)
         if self.sees_everything and self.padding_mask is not None and self.documents is None:
             return self.padding_mask[:, None, None, self.kv_offset : self.kv_offset + self.kv_length]
         batch = torch.arange(self.batch_size, device=self.device)[:, None, None, None]
@@ -126,10 +138,10 @@ def describe_visibility(
     attention_mask: torch.Tensor | dict | None = None,
     past_key_values: Cache | None = None,
     position_ids: torch.Tensor | None = None,
+    cu_seq_lens: torch.Tensor | None = None,
 ) -> dict[str, Visibility]:
     """
-    Describes which keys each query may attend to in a forward pass: `{GLOBAL: ..., LOCAL: ...}`, with an entry for
-    each kind of head that the model has.
+    Describes which keys each query may attend to in a forward pass, for each kind of head that the model has.
 
     Args:
         config: The model's configuration.
@@ -141,8 +153,9 @@ def describe_visibility(
         position_ids (`(B or 1, T)`): If given, a position that does not continue from the one before marks the start
             of another document packed into the same row (see `find_documents`), and attention does not cross from one
             document to another. With a cache, the position of the first new token tells how many cached tokens belong
-            to its document. Ignored for a single token if a static cache is in use, because its length is not known
-            without waiting for the device, and with a 4-D mask, which decides what each query sees.
+            to its document. Ignored with a 4-D mask, which decides what each query sees.
+        cu_seq_lens (`(documents + 1,)`, *optional*): Without positions: where documents begin in a single row, 0 first
+            and T last.
 
     Raises:
         ValueError: If the mask's shape or type does not fit.
@@ -154,28 +167,34 @@ def describe_visibility(
     # chunk of a prompt, but not for every decoded token.
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
+    first_layers: dict[str, int] = {}
+    for layer_idx, kind in enumerate(kind for groups in config.head_groups for kind in groups):
+        first_layers.setdefault(kind, layer_idx)
+
     is_finished = isinstance(attention_mask, dict)
     if isinstance(attention_mask, dict):
-        of_kind = attention_mask
-        _check_dictionary(attention_mask, config.layer_types)
-    else:
-        of_kind = dict.fromkeys(config.layer_types, attention_mask)
-    padding_mask = documents = None
+        _check_dictionary(attention_mask, first_layers)
+    of_kind = attention_mask if is_finished else dict.fromkeys(first_layers, attention_mask)
     for mask in of_kind.values():
         if mask is not None:
             _check_mask(mask, batch_size, q_length, None if is_finished else past_length)
+    padding_mask = documents = first_key = None
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         of_kind = {}
-        if not (_may_look_at(attention_mask, q_length) and attention_mask.all()):
+        if not (may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    has_custom_mask = any(mask is not None for mask in of_kind.values())
-    if position_ids is not None and isinstance(past_length, int) and not (has_custom_mask or is_finished):
-        documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
+    if not is_finished and all(mask is None for mask in of_kind.values()):
+        if position_ids is not None and isinstance(past_length, torch.Tensor) and padding_mask is None:
+            if q_length == 1:
+                first_key = (past_length - position_ids).expand(batch_size, 1)
+        elif position_ids is not None:
+            documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
+        elif cu_seq_lens is not None:
+            documents = _documents_of_lengths(cu_seq_lens, batch_size, q_length, past_length)
 
     is_static = getattr(past_key_values, "is_compileable", False)
-    result, layer_types = {}, config.layer_types
-    for kind in dict.fromkeys(layer_types):
-        layer_idx = layer_types.index(kind)
+    result = {}
+    for kind, layer_idx in first_layers.items():
         q_offset, kv_length, kv_offset = 0, q_length, 0
         if past_key_values is not None:
             q_offset = past_key_values.get_query_offset(layer_idx)
@@ -183,20 +202,24 @@ def describe_visibility(
                 q_offset = q_offset.clone()  # a static cache returns its own counter, which the update changes
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
         mask, end = of_kind.get(kind), kv_offset + kv_length
-        if mask is not None:
+        if mask is not None and not is_finished:
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-            mask = mask if is_finished else _lengthen(mask[..., kv_offset:end], kv_length, hidden)
+            mask = _lengthen(mask[..., kv_offset:end], kv_length, hidden)
+        has_rules = mask is None or not is_finished
+        overlay = HEAD_KINDS[kind].overlay
         result[kind] = Visibility(
             q_length=q_length,
             kv_length=kv_length,
             q_offset=q_offset,
             kv_offset=kv_offset,
-            window=None if kind == GLOBAL or (mask is not None and is_finished) else config.sliding_window,
+            window=config.window(kind) if has_rules else None,
+            overlay=overlay(config) if has_rules and overlay is not None else None,
             # A static cache has slots beyond the tokens seen so far, which no query may attend to.
             padding_mask=_lengthen(padding_mask, end, False),
             documents=_lengthen(documents, end, -1),
+            first_key=first_key,
             mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
-            has_sinks=kind == LOCAL and config.attention_sinks,
+            has_sinks=HEAD_KINDS[kind].has_sinks and config.attention_sinks,
             has_empty_slots=is_static,
             batch_size=batch_size,
             device=device,
@@ -204,29 +227,8 @@ def describe_visibility(
     return result
 
 
-def create_attention_masks(
-    config: LSGPTConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | dict | None = None,
-    past_key_values: Cache | None = None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs,
-) -> dict | torch.Tensor | None:
-    """
-    Creates the masks that `generate` prepares outside a compiled decoding step, `{GLOBAL: ..., LOCAL: ...}`, each
-    `(B, 1, T, S)` and boolean, or additive if the user's own mask is. The arguments are as in `describe_visibility`.
-
-    Only single-token steps need them. For a prompt, this returns `attention_mask` unchanged, and the model itself
-    works out which keys each query may attend to.
-    """
-    if inputs_embeds.shape[1] > 1:
-        return attention_mask
-    visibility = describe_visibility(config, inputs_embeds, attention_mask, past_key_values, position_ids)
-    return {kind: each.dense() for kind, each in visibility.items()}
-
-
 def find_documents(
-    position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int = 0
+    position_ids: torch.Tensor, padding_mask: torch.Tensor | None = None, past_length: int | torch.Tensor = 0
 ) -> torch.Tensor | None:
     """
     Numbers the documents packed into each row, which start where positions do not continue.
@@ -238,16 +240,21 @@ def find_documents(
     Args:
         position_ids (`(B, T)`): Position of each new token in its document.
         padding_mask (`(B, P + T)`, *optional*): True for real tokens.
-        past_length: P, the number of cached tokens.
+        past_length: P, the number of cached tokens; a tensor if it must not be read, which needs T = 1.
 
     Returns:
         `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
         document. If values cannot be inspected, numbers are always returned, except for a single token while tracing.
     """
     length = position_ids.shape[-1]
+    if isinstance(past_length, torch.Tensor):
+        if length > 1 or padding_mask is None:
+            return None
+        index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
+        return _earlier_tokens(padding_mask & (index < past_length), position_ids)
     if length == 1 and (past_length == 0 or is_tracing(position_ids)):
         return None
-    may_look = _may_look_at(position_ids, length)
+    may_look = may_look_at(position_ids, length)
     index = torch.arange(length, device=position_ids.device)
     is_real = padding_mask[:, past_length:] if padding_mask is not None else torch.ones_like(position_ids).bool()
     last_real = torch.where(is_real, index, -1).cummax(-1).values
@@ -265,14 +272,31 @@ def find_documents(
     is_cached = torch.ones_like(first_position).bool().expand(-1, past_length)
     if padding_mask is not None:
         is_cached = padding_mask[:, :past_length]
+    return torch.cat([_earlier_tokens(is_cached, first_position), starts.cumsum(-1)], dim=-1)
+
+
+def _earlier_tokens(is_cached: torch.Tensor, first_position: torch.Tensor) -> torch.Tensor:
+    """-1 for cached tokens of earlier documents, 0 for others, if the next token has `first_position` `(B, 1)`."""
     tokens_since = is_cached.flip(-1).cumsum(-1).flip(-1)
-    is_earlier = is_cached & (tokens_since > first_position)
-    return torch.cat([is_earlier.long().neg(), starts.cumsum(-1)], dim=-1)
+    return (is_cached & (tokens_since > first_position)).long().neg()
 
 
-def _may_look_at(x: torch.Tensor, q_length: int) -> bool:
+def _documents_of_lengths(cu_seq_lens: torch.Tensor, batch_size: int, q_length: int, past_length) -> torch.Tensor:
+    """The documents `(1, T)` that begin at `cu_seq_lens`, as `DataCollatorWithFlattening` counts them."""
+    if batch_size > 1 or not (isinstance(past_length, int) and past_length == 0):
+        raise ValueError(
+            "`cu_seq_lens_q` must come with a single row and without cached tokens; pass `position_ids` instead, "
+            "which begin at 0 in every document"
+        )
+    index = torch.arange(q_length, device=cu_seq_lens.device)
+    return torch.bucketize(index, cu_seq_lens[1:], right=True)[None]
+
+
+def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:
     """Whether to inspect values: not while tracing; for a single token on the CPU only, to avoid a synchronisation."""
-    return not is_tracing(x) and (q_length > 1 or x.device.type == "cpu")
+    if x.device.type == "cpu" and type(x) is torch.Tensor:  # no fake tensor, so that two cheap questions are enough
+        return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    return q_length > 1 and not is_tracing(x)
 
 
 def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None:
@@ -281,12 +305,12 @@ def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
 
 
-def _check_dictionary(masks: dict, layer_types: list[str]):
-    if masks.keys() != set(layer_types) or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
+def _check_dictionary(masks: dict, kinds: dict):
+    if masks.keys() != kinds.keys() or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
         got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
         raise ValueError(
             "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
-            f"{', '.join(map(repr, dict.fromkeys(layer_types)))}, as `create_attention_masks` returns it; got {got}"
+            f"{', '.join(map(repr, kinds))}, as `create_attention_masks` returns it; got {got}"
         )
 
 

@@ -1,0 +1,35 @@
+"""What the model's classes need to know about training on several processes, and no checkpoint does.
+
+`import lsgpt` calls `prepare_for_training`, so that this also holds for the stock `Trainer`.
+"""
+
+from accelerate.state import AcceleratorState, is_initialized
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def prepare_for_training(model_class: type[PreTrainedModel]):
+    """
+    Makes a base class of models keep the names of sharded models, and refuse sequences that are split over processes.
+    """
+
+    def keep_name(cls, **kwargs):
+        super(model_class, cls).__init_subclass__(**kwargs)
+        # FSDP2 creates a new class for a sharded model. With our class's name, Transformers finds the code to save
+        # with a checkpoint and recognizes the kind of model.
+        if cls.__module__.startswith("torch."):
+            sharded = next(base for base in cls.__mro__ if not base.__module__.startswith("torch."))
+            cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__
+
+    def train(self, mode: bool = True) -> nn.Module:
+        parallelism = getattr(AcceleratorState(), "parallelism_config", None) if mode and is_initialized() else None
+        for field in ("cp_size", "sp_size"):
+            if getattr(parallelism, field, 1) > 1:
+                raise ValueError(
+                    f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
+                    "splits every sequence over processes, and local heads would lose their window at each boundary"
+                )
+        return super(model_class, self).train(mode)
+
+    model_class.__init_subclass__ = classmethod(keep_name)  # type: ignore[assignment]
+    model_class.train = train  # type: ignore[method-assign]

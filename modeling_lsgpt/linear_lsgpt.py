@@ -1,0 +1,44 @@
+"""Large matrices times a single row on all CPU cores: what decoding does with every weight, once for each token."""
+
+import torch
+from torch import nn
+
+
+MIN_WEIGHTS = 2**20
+"""Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs (see docs/benchmarks)."""
+
+
+def make_linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
+    """`nn.Linear`, or a `SplitLinear` if there are enough weights."""
+    kind = nn.Linear if in_features * out_features < MIN_WEIGHTS else SplitLinear
+    return kind(in_features, out_features, bias=bias)
+
+
+class SplitLinear(nn.Linear):
+    """
+    `nn.Linear` that uses all CPU threads for a single input row in float32 without gradients.
+
+    PyTorch multiplies a matrix by a single row on one core. A batch of products, one for each thread with its share of
+    the weight's rows, uses all cores.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `(..., in_features)` to `(..., out_features)`."""
+        if input.numel() != input.shape[-1] or torch.compiler.is_compiling() or not self._takes_parts(input):
+            return super().forward(input)
+        parts = torch.get_num_threads()
+        rows = self.weight.shape[0] // parts
+        weights = self.weight[: parts * rows].unflatten(0, (parts, rows)).transpose(1, 2)
+        output = torch.bmm(input.reshape(1, 1, -1).expand(parts, -1, -1), weights).flatten()
+        if parts * rows < self.weight.shape[0]:
+            output = torch.cat((output, torch.mv(self.weight[parts * rows :], input.flatten())))
+        if self.bias is not None:
+            output = output + self.bias
+        return output.view(*input.shape[:-1], -1)
+
+    def _takes_parts(self, input: torch.Tensor) -> bool:
+        # Quantised, sharded and fake weights are of other types.
+        is_plain = type(input) is torch.Tensor and type(self.weight) is nn.Parameter
+        is_float32_on_cpu = input.device.type == "cpu" and self.weight.dtype == input.dtype == torch.float32
+        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing())
+        return is_plain and is_float32_on_cpu and is_inference and torch.get_num_threads() > 1
