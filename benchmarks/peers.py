@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
@@ -23,8 +22,14 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils import is_flash_attn_2_available
 
 from lsgpt.configuration import list_presets, load_config, load_preset
-from lsgpt.modeling_lsgpt import LOCAL, LSGPTAttention, LSGPTConfig, describe_visibility, plan_attention
-from lsgpt.modeling_lsgpt.engines_lsgpt import NO_SINK, Heads
+from lsgpt.modeling_lsgpt import (
+    ATTENTION_FUNCTIONS,
+    LOCAL,
+    LSGPTAttention,
+    LSGPTConfig,
+    create_masks,
+    describe_visibility,
+)
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -368,32 +373,35 @@ def gpt2_config(config: LSGPTConfig, activation: str = "gelu_new") -> GPT2Config
 
 def make_limit(model: nn.Module) -> Peer:
     """
-    Makes a twin of `model` on the `sdpa` engine that skips the attention and cache updates of local heads: a local
-    head returns its values, as if each token saw only itself. The projections of all heads stay.
+    Makes a twin of `model` with `sdpa` that skips the attention and cache updates of local heads: a local head returns
+    its values, as if each token saw only itself. The projections of all heads stay.
     """
     limit = twin(model, "sdpa")
     for layer in attention_layers(limit):
-        layer.forward = partial(_attend_globally, layer)
+        layer.attend = partial(_attend_globally, layer)
     return Peer(limit)
 
 
-def _attend_globally(layer, hidden_states, attention_plan, position_embeddings=None, past_key_values=None, **kwargs):
+def _attend_globally(layer, query, key, value, attention_mask, past_key_values=None, **kwargs):
     outputs = []
-    for heads in layer.project(hidden_states, position_embeddings).split():
+    states = (query.split(layer.num_heads, 1), *(x.split(layer.num_key_value_heads, 1) for x in (key, value)))
+    for heads, q, k, v in zip(layer.head_groups, *states):
         if heads.kind == LOCAL:
-            outputs.append(repeat_kv(heads.value, heads.group.num_key_value_groups).transpose(1, 2))
-        else:
-            outputs.append(attention_plan.attend([heads.update_cache(past_key_values)]).output)
-    return layer.o_proj(torch.cat(outputs, dim=2).flatten(2)), None
+            outputs.append(repeat_kv(v, layer.num_key_value_groups).transpose(1, 2))
+            continue
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, heads.layer_idx)
+        mask = attention_mask.masks[heads.kind]
+        outputs.append(ATTENTION_FUNCTIONS["sdpa"](layer, q, k, v, mask, scaling=layer.scaling)[0])
+    return torch.cat(outputs, dim=2), None
 
 
 def example_sinks(config: LSGPTConfig, num_global_heads: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Sinks `(H,)` of a layer, as in `Heads`; they differ and are exact in every precision. `None` if it has none."""
+    """Sinks of a layer, one for each local head; they differ and are exact in every precision. `None` without any."""
     num_local_heads = config.num_attention_heads - num_global_heads
     if not config.attention_sinks or num_local_heads == 0:
         return None
-    sinks = torch.arange(num_local_heads, device=like.device, dtype=like.dtype) % 5 - 2
-    return F.pad(sinks, (num_global_heads, 0), value=NO_SINK)
+    return torch.arange(num_local_heads, device=like.device, dtype=like.dtype) % 5 - 2
 
 
 def attention_function(
@@ -412,10 +420,9 @@ def attention_function(
     def attend(query, key, value):
         with _only(backend):
             visibility = describe_visibility(config, query.new_empty(query.shape[0], query.shape[2], 0))
-            plan = plan_attention(config, visibility)
             sinks = example_sinks(config, config.num_global_heads_per_layer[layer_idx], query)
-            heads = Heads(tuple(layer.head_groups), query, key, value, sinks)
-            return layer.attend(plan.calls(heads, heads.split()), plan).output
+            layer.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+            return layer.attend(query, key, value, create_masks(config, visibility))[0]
 
     return attend
 

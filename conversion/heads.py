@@ -4,14 +4,13 @@ Shapes: L layers, H query heads, H_kv key/value heads, G query heads per key/val
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
-from lsgpt.modeling_lsgpt import GLOBAL, LSGPTForCausalLM, Visibility, attention_layers
-from lsgpt.modeling_lsgpt.engines_lsgpt import Heads
+from lsgpt.modeling_lsgpt import GLOBAL, LSGPTAttention, LSGPTForCausalLM, Visibility, attention_layers
 
 from .weights import model_from_weights
 
@@ -220,47 +219,58 @@ def _collect(
     """
     weights = torch.empty(0, 0)
 
-    def adder(of_layer: tuple[_Moments, ...]):
-        def add(layer, args, kwargs):
-            # What the layer is about to compute, whatever its engine.
-            heads = layer.project(*args, kwargs["position_embeddings"])
-            length = heads.key.shape[2]
+    def measuring(layer: LSGPTAttention, of_layer: tuple[_Moments, ...]) -> Callable:
+        attend = layer.attend
+
+        def measure_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
+            length = key.shape[2]
             if of_layer[0].logits is None:
-                _, lse = _attend(heads, max(length - QUERIES_AT_ONCE, 0), length)
+                _, lse = _attend(layer, query, key, value, max(length - QUERIES_AT_ONCE, 0), length)
                 for each in of_layer:
                     each.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
             start = length - weights.shape[1]
-            for part in weights.to(heads.key.device, torch.float64).split(QUERIES_AT_ONCE, dim=1):
+            for part in weights.to(key.device, torch.float64).split(QUERIES_AT_ONCE, dim=1):
                 stop = start + part.shape[1]
-                outputs = _attend(heads, start, stop)[0], *_attend(heads, start, stop, window)
+                full, _ = _attend(layer, query, key, value, start, stop)
+                local, lse = _attend(layer, query, key, value, start, stop, window)
                 for each, row in zip(of_layer, part):
-                    each.add(*outputs, row)
+                    each.add(full, local, lse, row)
                 start = stop
+            return attend(query, key, value, *args, **kwargs)
 
-        return add
+        return measure_and_attend
 
     layers = attention_layers(model)
-    handles = [layer.register_forward_pre_hook(adder(x), with_kwargs=True) for layer, x in zip(layers, moments)]
+    for layer, of_layer in zip(layers, moments):
+        layer.attend = measuring(layer, of_layer)
     try:
-        for ids, weights in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (the hooks read it)
+        for ids, weights in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (`measuring` reads it)
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
-        for handle in handles:
-            handle.remove()
+        for layer in layers:
+            del layer.attend
 
 
-def _attend(heads: Heads, start: int, stop: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    layer: LSGPTAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    stop: int,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Computes the attention of the queries from `start` to `stop` over all keys or over those in a window. Returns the
     outputs `(H, T, D)` and the log-sum-exp of the logits `(H, T)`, in float32 or better.
     """
-    group, begin = heads.group, 0 if window is None else max(start - window + 1, 0)
-    dtype = torch.promote_types(heads.query.dtype, torch.float32)
-    query = heads.query[0, :, start:stop].unflatten(0, (-1, group.num_key_value_groups)).to(dtype)
-    key, value = (x[0, :, None, begin:stop].to(dtype) for x in (heads.key, heads.value))
-    logits = query @ key.transpose(-1, -2) * group.scaling  # `(H_kv, G, T, S)`
-    if group.softcap is not None:
-        logits = group.softcap * torch.tanh(logits / group.softcap)
+    begin = 0 if window is None else max(start - window + 1, 0)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query = query[0, :, start:stop].unflatten(0, (-1, layer.num_key_value_groups)).to(dtype)
+    key, value = (x[0, :, None, begin:stop].to(dtype) for x in (key, value))
+    logits = query @ key.transpose(-1, -2) * layer.scaling  # `(H_kv, G, T, S)`
+    if layer.softcap is not None:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
     visibility = Visibility(stop - start, stop - begin, start, begin, window, device=logits.device)
     logits = logits.masked_fill(~visibility.dense(), -torch.inf)
     lse = logits.logsumexp(-1, keepdim=True)

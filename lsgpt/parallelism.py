@@ -9,9 +9,7 @@ from transformers import PreTrainedModel
 
 
 def prepare_for_training(model_class: type[PreTrainedModel]):
-    """
-    Makes a base class of models keep the names of sharded models, and refuse sequences that are split over processes.
-    """
+    """Makes models of a base class keep their names when sharded, and refuse sequences split over processes."""
 
     def keep_name(cls, **kwargs):
         super(model_class, cls).__init_subclass__(**kwargs)

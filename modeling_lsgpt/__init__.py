@@ -13,6 +13,7 @@ from .modeling_lsgpt import (
     LSGPTForTokenClassification,
     LSGPTModel,
     LSGPTPreTrainedModel,
+    eager_attention_forward,
 )
 from .telemetry_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, describe_visibility
@@ -39,4 +40,5 @@ __all__ = [
     "create_attention_masks",
     "create_masks",
     "describe_visibility",
+    "eager_attention_forward",
 ]

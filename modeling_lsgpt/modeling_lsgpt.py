@@ -206,7 +206,26 @@ class LSGPTAttention(nn.Module):
         if position_embeddings is not None:
             query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
 
-        # Each kind of head has its own cache layer, mask and call of the attention function.
+        attn_output, attn_weights = self.attend(
+            query_states, key_states, value_states, attention_mask, past_key_values, **kwargs
+        )
+        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+
+    def attend(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: AttentionMasks,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Calls the attention function for each kind of head, with the kind's own cache layer, mask and window.
+
+        Takes queries, keys and values of the new tokens, `(B, H, T, D)` or `(B, H_kv, T, D)`, and returns outputs
+        `(B, T, H, D)`, and the attention weights as `forward` does.
+        """
         calls = []
         for heads, query, key, value in zip(
             self.head_groups,
@@ -249,7 +268,7 @@ class LSGPTAttention(nn.Module):
             attn_output, attn_weights = join_weights(calls, attn_weights, attention_mask)
         else:
             attn_output, attn_weights = torch.cat(attn_outputs, dim=2), None
-        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+        return attn_output, attn_weights
 
     def sinks_of(self, heads: HeadGroup) -> torch.Tensor | None:
         """The sinks of a group of heads, one for each; `None` if none of them has one."""

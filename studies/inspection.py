@@ -228,9 +228,10 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
     def show(layer, args, kwargs, output):
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         arguments = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-        plan, mask = arguments.get("attention_plan"), arguments.get("attention_mask")
+        mask = arguments.get("attention_mask")
+        of_kinds = getattr(mask, "visibility", None)  # LSGPT has masks of several kinds
         has_mask = isinstance(mask, torch.Tensor) and mask.shape[-2:] == shape
-        if not isinstance(weights, torch.Tensor) or weights.shape[-2:] != shape or not (plan or has_mask):
+        if not isinstance(weights, torch.Tensor) or weights.shape[-2:] != shape or not (of_kinds or has_mask):
             raise ValueError(
                 "`model` must have layers that return attention weights and take an attention mask with "
                 f'attn_implementation="eager"; {type(layer).__name__} does not'
@@ -239,15 +240,15 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         visited.append(number)
         if not weights.isfinite().all():
             raise ValueError(f"`model` must have finite attention weights; those of layer {number} are not")
-        if plan:
+        if of_kinds:
             groups = [group for group in layer.head_groups for _ in range(group.num_heads)]
-            visible = torch.cat([plan.visibility[group.kind].dense()[0] for group in groups])
+            visible = torch.cat([of_kinds[group.kind].dense()[0] for group in groups])
             is_local = torch.tensor([group.kind == LOCAL for group in groups])
         else:
             visible = mask[0] if mask.dtype == torch.bool else mask[0] > HIDDEN
             is_local = ~visible[:, -1, 0].cpu().expand(weights.shape[1])
         has_sink = torch.full_like(is_local, getattr(layer, "sinks", None) is not None)
-        has_sink = has_sink & is_local if plan else has_sink  # in LSGPT, local heads only
+        has_sink = has_sink & is_local if of_kinds else has_sink  # in LSGPT, local heads only
         visit(LayerAttention(number, weights[0], visible.to(weights.device), is_local, has_sink))
         return (output[0], None, *output[2:])
 
@@ -272,5 +273,6 @@ def _is_lsgpt(model: nn.Module) -> bool:
 
 def _window(model: nn.Module) -> int | None:
     """The window of an LSGPT's local heads; `None` if there are none, and for other models."""
-    groups = [group for layer in attention_layers(model) for group in layer.head_groups] if _is_lsgpt(model) else []
-    return next((group.sliding_window for group in groups if group.kind == LOCAL), None)
+    layers = attention_layers(model) if _is_lsgpt(model) else []
+    windows = (layer.config.sliding_window for layer in layers for group in layer.head_groups if group.kind == LOCAL)
+    return next(windows, None)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt import ATTENTION_FUNCTIONS, MASK_FUNCTIONS, attention_layers, eager_attention_forward
 from lsgpt.utilities import suggest
 
 
@@ -92,13 +92,25 @@ def add_z_loss(model: PreTrainedModel, weight: float = STABILIZERS["z-loss"].def
 
 def attend_in_float32(model: nn.Module):
     """
-    Makes every attention layer compute logits, softmax and weighted sums in float32, even under autocast.
+    Makes every attention layer compute logits, softmax and weighted sums in float32, even under autocast, by an
+    attention function of that kind, registered under the name of the model's own with `_in_float32`.
 
     Raises:
         ValueError: If `model` is not an LSGPT model.
     """
-    for layer in attention_layers(model):
-        layer.in_float32 = True
+    config = attention_layers(model)[0].config
+    attend = ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+
+    def attend_in_float32(module, query, key, value, *args, s_aux=None, **kwargs):
+        kwargs["s_aux"] = None if s_aux is None else s_aux.float()
+        with torch.autocast(query.device.type, enabled=False):
+            output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
+        return output.to(query.dtype), weights
+
+    name = f"{config._attn_implementation}_in_float32"
+    AttentionInterface.register(name, attend_in_float32)
+    AttentionMaskInterface.register(name, MASK_FUNCTIONS[config._attn_implementation])
+    model.set_attn_implementation(name)
 
 
 def adagc_optimizer(args: TrainingArguments, lambda_rel: float = STABILIZERS["adagc"].default) -> tuple[type, dict]:

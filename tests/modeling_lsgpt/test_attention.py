@@ -5,21 +5,24 @@ The flash_attention engines need a GPU and the flash-attn package: only their re
 
 import inspect
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from reference import assert_as_exact_as, autograd_functions, dense_attention, visible_pairs
-from torch.nn.attention.flex_attention import flex_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lsgpt.modeling_lsgpt import (
+    ATTENTION_FUNCTIONS,
+    GLOBAL,
     LOCAL,
     LSGPTAttention,
     LSGPTConfig,
-    cpu_lsgpt,
+    attention_lsgpt,
+    create_masks,
     describe_visibility,
-    engines_lsgpt,
     local_lsgpt,
-    plan_attention,
 )
 
 
@@ -56,14 +59,16 @@ def build(heads, engine, dtype, window=WINDOW, head_dim=20, layer_idx=0, num_glo
     return LSGPTAttention(config, layer_idx).to(dtype), config
 
 
-def plan_for(config, embeds, *args, **kwargs):
-    return plan_attention(config, describe_visibility(config, embeds, *args, **kwargs))
+def masks_for(config, embeds, *args, **kwargs):
+    return create_masks(config, describe_visibility(config, embeds, *args, **kwargs))
 
 
-def attend(attention, qkv, plan, sinks=None, **kwargs):
-    """What a layer does between its projections, without a cache."""
-    heads = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv, sinks)
-    return attention.attend(plan.calls(heads, heads.split()), plan, **kwargs)
+def attend(attention, qkv, masks, sinks=None, **kwargs):
+    """What a layer does between its projections, without a cache: outputs only."""
+    if sinks is not None:
+        del attention.sinks
+        attention.sinks = sinks  # of local heads, not a parameter, so that gradients reach what it was made from
+    return attention.attend(*qkv, masks, **kwargs)[0]
 
 
 def random_qkv(batch_size, heads, length, head_dim, dtype, gradients=True):
@@ -120,7 +125,7 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
     qkv = random_qkv(batch_size, heads, length, head_dim, dtype, gradients)
     told, truth = scenario(name, batch_size, length)
     embeds = torch.empty(batch_size, length, 0, dtype=dtype)
-    plan = plan_for(config, embeds, **told)
+    masks = masks_for(config, embeds, **told)
     visible = visible_pairs(heads[0], heads[1], config.sliding_window, length, length, **truth)
     softcap = config.attn_logit_softcapping
 
@@ -136,7 +141,7 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
         return tensors[3].masked_fill(is_global, nothing) if config.attention_sinks else None
 
     outputs = [
-        attend(attention, qkv[:3], plan, sinks_of(qkv, engines_lsgpt.NO_SINK)).output,
+        attend(attention, qkv[:3], masks, qkv[3][~is_global] if config.attention_sinks else None),
         dense_attention(*exact_qkv[:3], visible, softcap, sinks_of(exact_qkv, -torch.inf))[0],
         dense_attention(*plain_qkv[:3], visible, softcap, sinks_of(plain_qkv, -torch.inf))[0],
     ]
@@ -176,24 +181,13 @@ def test_flex_attention_equals_dense_reference(name):
         check(HEADS[heads], "flex_attention", torch.float32, 63, name, gradients=False, head_dim=16)
 
 
-def test_flex_attention_is_one_call_for_both_kinds(monkeypatch):
-    calls = []
-
-    def counting(query, *args, **kwargs):
-        calls.append(query.shape[1])
-        return flex_attention(query, *args, **kwargs)
-
-    monkeypatch.setattr(engines_lsgpt, "flex_attention", counting)
-    embeds, qkv = torch.empty(2, 63, 0), random_qkv(2, (6, 3, 2), 63, 16, torch.float32, gradients=False)
-    for count, expected in ((3, [6]), ([3, 6], [3, 3])):
-        attention, config = build((6, 3, 2), "flex_attention", torch.float32, head_dim=16, num_global_heads=count)
-        plan = plan_for(config, embeds)
-        output = attend(attention, qkv, plan).output
-        torch.testing.assert_close(output, dense_attention(*qkv, visible_pairs(6, 3, 10, 63, 63))[0])
-        assert calls == expected
-        calls.clear()
-        is_kept = plan.forms[LOCAL] is plan_for(config, embeds).forms[LOCAL]
-        assert is_kept == (count == 3)
+def test_masks_of_flex_attention_are_kept_between_steps():
+    """Making a `BlockMask` takes longer than a small layer."""
+    config, embeds = build((6, 3, 2), "flex_attention", torch.float32, head_dim=16)[1], torch.empty(2, 63, 0)
+    first, second = masks_for(config, embeds).masks, masks_for(config, embeds).masks
+    assert all(first[kind] is second[kind] for kind in (GLOBAL, LOCAL))
+    padded = masks_for(config, embeds, pad(2, 63, "left")).masks
+    assert padded[GLOBAL] is not first[GLOBAL]
 
 
 SINKS = {"attention_sinks": True}
@@ -224,7 +218,7 @@ def test_sinks_are_not_soft_capped(engine):
 def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, monkeypatch):
     """As on other devices than the CPU: the sink is a key of its own."""
     monkeypatch.setattr(local_lsgpt._SinkAttention, "apply", None)
-    monkeypatch.setattr(local_lsgpt, "is_tracing", lambda *args: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for name in ("plain", "left", "packed") if length > 1 else ("plain",):
         for head_dim in (20, 16):
             check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **SINKS)
@@ -235,18 +229,18 @@ def test_sinks_on_the_cpu_take_the_operator_that_returns_the_log_sum_exp():
     for dropout in (0.0, 0.5):
         for heads, length in (((4, 0, 4), 200), ((4, 0, 2), WINDOW)):  # in blocks, and in one piece
             attention, config = build(heads, "sdpa", torch.float32, attention_dropout=dropout, **SINKS)
-            qkv, plan = random_qkv(1, heads, length, 20, torch.float32), plan_for(config, torch.empty(1, length, 0))
-            output = attend(attention.train(), qkv, plan, torch.zeros(4)).output
+            qkv, masks = random_qkv(1, heads, length, 20, torch.float32), masks_for(config, torch.empty(1, length, 0))
+            output = attend(attention.train(), qkv, masks, torch.zeros(4))
             assert ("_SinkAttentionBackward" in autograd_functions(output)) == (dropout == 0)
 
 
 def test_dropout_beside_sinks():
     heads, length = (4, 0, 4), 200
     attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5, **SINKS)
-    plan = plan_for(config, torch.empty(1, length, 0))
+    masks = masks_for(config, torch.empty(1, length, 0))
     q, k, _ = random_qkv(1, heads, length, 20, torch.float32)
     qkv, sinks = (q, k, torch.ones(1, 4, length, 20)), torch.full((4,), 2.0)
-    trained, evaluated = (attend(attention.train(mode), qkv, plan, sinks).output for mode in (True, False))
+    trained, evaluated = (attend(attention.train(mode), qkv, masks, sinks) for mode in (True, False))
     assert trained.std() > 2 * evaluated.std()
     torch.testing.assert_close(trained.mean((0, 1, 3)), evaluated.mean((0, 1, 3)), atol=0.05, rtol=0)
     assert (evaluated < 1).all()  # the sink takes the rest
@@ -272,27 +266,26 @@ def test_flash_attention_without_sinks_or_dropout_is_refused(parameter, monkeypa
         new = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY)
         varlen_function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), new])
     functions = (None, varlen_function, None, None, None)
-    monkeypatch.setattr(engines_lsgpt, "lazy_import_flash_attention", lambda name: (functions, None))
-    engines_lsgpt._flash_takes.cache_clear()
-    attention, config = build((4, 2, 4), "flash_attention_3", torch.bfloat16, **SINKS)
+    monkeypatch.setattr(attention_lsgpt, "lazy_import_flash_attention", lambda name: (functions, None))
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_3", lambda *args, **kwargs: ("ran", None))
+    attention_lsgpt._flash_takes.cache_clear()
+    attention, _ = build((4, 2, 4), "flash_attention_3", torch.bfloat16)
     qkv = random_qkv(1, (4, 2, 4), 12, 20, torch.bfloat16)
-    _, local = engines_lsgpt.Heads(tuple(attention.head_groups), *qkv, torch.zeros(4)).split()
-    engine = engines_lsgpt.ENGINES["flash_attention_3"]
-    if parameter in ("s_aux", "learnable_sink"):
-        engine.refuse(config, local)
-    else:
-        with pytest.raises(ValueError, match="`attention_sinks` need a FlashAttention whose functions take `s_aux`"):
-            engine.refuse(config, local)
-    attention, config = build((4, 2, 4), "flash_attention_3", torch.bfloat16, attention_dropout=0.5)
-    heads = engines_lsgpt.Heads(tuple(attention.train().head_groups), *qkv)
-    if parameter == "dropout_p":
-        engine.refuse(config, heads)
-    else:
-        with pytest.raises(
-            ValueError, match=r'"flash_attention_3" does not support `attention_dropout`, which is 0.5'
-        ):
-            engine.refuse(config, heads)
-    engines_lsgpt._flash_takes.cache_clear()
+    for options, taking, message in (
+        (
+            {"s_aux": torch.zeros(4)},
+            ("s_aux", "learnable_sink"),
+            "`attention_sinks` need a FlashAttention whose functions take `s_aux`",
+        ),
+        ({"dropout": 0.5}, ("dropout_p",), r'"flash_attention_3" does not support `attention_dropout`, which is 0.5'),
+    ):
+        call = partial(ATTENTION_FUNCTIONS["flash_attention_3"], attention, *qkv, None, **options)
+        if parameter in taking:
+            assert call()[0] == "ran"
+        else:
+            with pytest.raises(ValueError, match=message):
+                call()
+    attention_lsgpt._flash_takes.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [8, 16])
@@ -339,47 +332,16 @@ def test_logit_softcapping(engine):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("num_global_heads", "length", "parts"), [(1, 63, 3), (1, 111, 4), (2, 111, 2), (3, 63, 1)])
-def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dtype, four_threads, monkeypatch):
-    monkeypatch.setattr(cpu_lsgpt, "MIN_PART_LENGTH", 20)
-    calls = []
-    forward = cpu_lsgpt.causal_attention_forward
-
-    def counting(*args):
-        calls.append(args[-1])
-        return forward(*args)
-
-    monkeypatch.setattr(engines_lsgpt, "causal_attention_forward", counting)
-    check((6, num_global_heads, 6), "sdpa", dtype, length, batch_size=1)
-    assert calls == ([parts] if parts > 1 else [])
-
-
-@pytest.mark.parametrize("reason", ["grouped queries", "dropout", "no gradients", "autocast"])
-def test_global_heads_that_cannot_be_divided_take_the_plain_path(reason, four_threads, monkeypatch):
-    monkeypatch.setattr(cpu_lsgpt, "MIN_PART_LENGTH", 20)
-    monkeypatch.setattr(engines_lsgpt, "causal_attention_forward", None)
-    heads = (6, 2, 3) if reason == "grouped queries" else (6, 1, 6)
-    if reason != "dropout":
-        with torch.set_grad_enabled(reason != "no gradients"), torch.autocast("cpu", enabled=reason == "autocast"):
-            check(heads, "sdpa", torch.float32, 63, batch_size=1, gradients=reason == "grouped queries")
-        return
-    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
-    plan = plan_for(config, torch.empty(1, 63, 0))
-    assert attend(attention.train(), random_qkv(1, heads, 63, 20, torch.float32), plan).output.isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["plain", "left", "packed"])
 @pytest.mark.parametrize(("head_dim", "width"), [(4, 16), (8, 16), (12, 12), (20, 20)])
 def test_narrow_heads_are_filled_up(head_dim, width, name, monkeypatch):
     widths = set()
-    forward = engines_lsgpt.attend_through_transformers
 
-    def recording(name, heads, *args, **kwargs):
-        widths.add(heads.query.shape[-1])
-        return forward(name, heads, *args, **kwargs)
+    def recording(module, query, *args, **kwargs):
+        widths.add(query.shape[-1])
+        return sdpa_attention_forward(module, query, *args, **kwargs)
 
-    monkeypatch.setattr(engines_lsgpt, "attend_through_transformers", recording)
+    monkeypatch.setattr(attention_lsgpt, "sdpa_attention_forward", recording)
     check((4, 2, 2), "sdpa", torch.float32, 40, name, batch_size=2, head_dim=head_dim)
     assert widths == {width}
 
@@ -395,19 +357,19 @@ def test_nothing_flows_from_outside_the_window(engine, fresh_compiler):
     """Values that a query may not see get a gradient of exactly 0, and keys too; so do later tokens."""
     heads, length = (6, 2, 6), 80
     attention, config = build(heads, engine, torch.float32, head_dim=16)
-    plan = plan_for(config, torch.empty(1, length, 0))
+    masks = masks_for(config, torch.empty(1, length, 0))
     visible = visible_pairs(6, 2, WINDOW, length, length)[0]
     for query_position in (0, WINDOW - 1, WINDOW, 64, length - 1):
         q, k, v = random_qkv(1, heads, length, 16, torch.float32, gradients=engine != "flex_attention")
         if engine == "flex_attention":  # no backward on the CPU: change the values instead
-            before = attend(attention, (q, k, v), plan).output[0, query_position]
+            before = attend(attention, (q, k, v), masks)[0, query_position]
             hidden = ~visible[:, query_position]
             k[0, hidden] = k[0, hidden] * 3 + 1
             v[0, hidden] = v[0, hidden] * 3 + 1
-            after = attend(attention, (q, k, v), plan).output[0, query_position]
+            after = attend(attention, (q, k, v), masks)[0, query_position]
             assert torch.equal(before, after)
         else:
-            attend(attention, (q, k, v), plan).output[0, query_position].sum().backward()
+            attend(attention, (q, k, v), masks)[0, query_position].sum().backward()
             for gradient in (k.grad[0], v.grad[0]):
                 assert (gradient[~visible[:, query_position]] == 0).all()
             assert (v.grad[0][visible[:, query_position]] != 0).all()
@@ -416,9 +378,9 @@ def test_nothing_flows_from_outside_the_window(engine, fresh_compiler):
 def test_eager_weights_are_zero_outside_the_window_and_sum_to_one():
     heads, length = (6, 2, 6), 40
     attention, config = build(heads, "eager", torch.float32)
-    plan = plan_for(config, torch.empty(1, length, 0))
+    masks = masks_for(config, torch.empty(1, length, 0))
     qkv = random_qkv(1, heads, length, 20, torch.float32)
-    weights = attend(attention, qkv, plan, output_attentions=True).weights
+    weights = attention.attend(*qkv, masks, output_attentions=True)[1]
     visible = visible_pairs(6, 2, WINDOW, length, length).expand_as(weights)
     assert (weights[~visible] == 0).all() and (weights[visible] > 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6, length))
@@ -432,8 +394,8 @@ def test_all_global_and_wide_windows_are_plain_causal_attention(engine):
     expected = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
     for num_global_heads, window in ((4, 2), (4, 64), (1, length), (0, length), (0, length + 1)):
         attention, config = build((4, num_global_heads, 4), engine, torch.float64, window=window)
-        plan = plan_for(config, torch.empty(2, length, 0))
-        torch.testing.assert_close(attend(attention, qkv, plan).output, expected, rtol=0, atol=1e-12)
+        masks = masks_for(config, torch.empty(2, length, 0))
+        torch.testing.assert_close(attend(attention, qkv, masks), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
@@ -442,8 +404,8 @@ def test_a_query_that_sees_nothing_gets_zero(engine):
     attention, config = build(heads, engine, torch.float32)
     mask = torch.ones(2, length)
     mask[1, :15] = 0
-    plan = plan_for(config, torch.empty(2, length, 0), mask)
-    output = attend(attention, random_qkv(2, heads, length, 20, torch.float32), plan).output
+    masks = masks_for(config, torch.empty(2, length, 0), mask)
+    output = attend(attention, random_qkv(2, heads, length, 20, torch.float32), masks)
     assert not output[1, :15].any()
     assert output[0].any(-1).all() and output[1, 15:].any(-1).all()
 
@@ -469,9 +431,9 @@ def test_local_heads_never_build_a_square(name, has_sinks):
     told, _ = scenario(name, 2, length)
     qkv = random_qkv(2, heads, length, head_dim, torch.float32)
     with LargestTensor() as largest:
-        plan = plan_for(config, torch.empty(2, length, 0), **told)
-        attend(attention, qkv, plan, torch.zeros(2) if has_sinks else None).output.sum().backward()
-    assert plan.forms[LOCAL].ndim == 5
+        masks = masks_for(config, torch.empty(2, length, 0), **told)
+        attend(attention, qkv, masks, torch.zeros(2) if has_sinks else None).sum().backward()
+    assert masks[LOCAL].ndim == 5
     assert largest.numel <= 2 * length * 2 * (64 + 16)  # batch x tokens x heads x span of a block
 
 
@@ -494,9 +456,9 @@ def test_custom_4d_mask_applies_to_global_heads_and_inside_the_window(engine, dt
     custom = allowed
     if dtype != torch.bool:
         custom = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    plan = plan_for(config, torch.empty(2, length, 0), custom)
+    masks = masks_for(config, torch.empty(2, length, 0), custom)
     qkv = random_qkv(2, heads, length, head_dim, torch.float32, gradients=False)
-    actual = attend(attention, qkv, plan).output
+    actual = attend(attention, qkv, masks)
     expected, _ = dense_attention(*qkv, visible_pairs(4, 2, WINDOW, length, length) & allowed)
     torch.testing.assert_close(actual, expected)
 
@@ -507,14 +469,14 @@ def test_dropout_drops_its_share_in_each_head_and_keeps_the_mean(engine, probabi
     """Of n equal weights on values of 1: the outputs then have a mean of 1 and a variance of p / ((1 - p) n)."""
     heads, length = (4, 2, 4), 300
     attention, config = build(heads, engine, torch.float32, attention_dropout=probability)
-    plan = plan_for(config, torch.empty(8, length, 0))
+    masks = masks_for(config, torch.empty(8, length, 0))
     query = torch.randn(8, 4, length, 20)
     qkv = query, torch.zeros_like(query), torch.ones_like(query)
-    trained = attend(attention.train(), qkv, plan).output[..., 0].double()
+    trained = attend(attention.train(), qkv, masks)[..., 0].double()
     num_keys = torch.arange(1, length + 1)[:, None].expand(-1, 4).clone()
     num_keys[:, 2:].clamp_(max=WINDOW)
     torch.testing.assert_close(trained.mean((0, 1)), torch.ones(4).double(), atol=0.03, rtol=0)
     variance = ((trained - 1).square() * num_keys).mean((0, 1))
     torch.testing.assert_close(variance, torch.full((4,), probability / (1 - probability)).double(), rtol=0.15, atol=0)
-    evaluated = attend(attention.eval(), qkv, plan).output
+    evaluated = attend(attention.eval(), qkv, masks)
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))

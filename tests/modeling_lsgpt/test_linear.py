@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lsgpt.modeling_lsgpt.cpu_lsgpt import Linear
+from lsgpt.modeling_lsgpt.linear_lsgpt import MIN_WEIGHTS, SplitLinear, make_linear
 
 
 class Operations(TorchDispatchMode):
@@ -26,11 +26,16 @@ def run(linear, row):
     return output, "bmm" in operations.names
 
 
+def test_only_large_matrices_are_split():
+    assert type(make_linear(512, MIN_WEIGHTS // 512 - 1, bias=False)) is nn.Linear
+    assert type(make_linear(512, MIN_WEIGHTS // 512, bias=False)) is SplitLinear
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [3, 12, 97])
 @pytest.mark.parametrize("shape", [(20,), (1, 20), (1, 1, 20)])
 def test_single_rows_are_multiplied_in_parts(four_threads, shape, out_features, bias):
-    linear = Linear(20, out_features, bias=bias)
+    linear = SplitLinear(20, out_features, bias=bias)
     row = torch.randn(40)[::2].view(shape)
     output, in_parts = run(linear, row)
     assert in_parts
@@ -38,7 +43,7 @@ def test_single_rows_are_multiplied_in_parts(four_threads, shape, out_features, 
 
 
 def test_everything_else_is_left_to_pytorch(four_threads):
-    linear, row = Linear(20, 12), torch.randn(1, 20)
+    linear, row = SplitLinear(20, 12), torch.randn(1, 20)
     assert run(linear, row)[1]
     assert not run(linear, torch.randn(2, 20))[1]
     assert not run(linear.double(), row.double())[1]
