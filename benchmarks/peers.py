@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from lsgpt.configuration import list_presets, load_config, load_preset
 from lsgpt.modeling_lsgpt import (
-    ATTENTION_FUNCTIONS,
+    ALL_ATTENTION_FUNCTIONS,
     LOCAL,
     LSGPTAttention,
     LSGPTConfig,
@@ -392,7 +392,7 @@ def _attend_globally(layer, query, key, value, attention_mask, past_key_values=N
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, heads.layer_idx)
         mask = attention_mask.masks[heads.kind]
-        outputs.append(ATTENTION_FUNCTIONS["sdpa"](layer, q, k, v, mask, scaling=layer.scaling)[0])
+        outputs.append(ALL_ATTENTION_FUNCTIONS["sdpa"](layer, q, k, v, mask, scaling=layer.scaling)[0])
     return torch.cat(outputs, dim=2), None
 
 

@@ -21,6 +21,7 @@ from lsgpt.modeling_lsgpt import (
     LSGPTPreTrainedModel,
 )
 
+from . import triton_attention  # noqa: F401 (it registers itself)
 from .parallelism import prepare_for_training
 from .telemetry import MaxLogits, measure_max_logits
 

@@ -3,7 +3,13 @@ The LSGPT model. Its files are copied into checkpoints, so they may import only 
 packages that Transformers itself needs, each other and, where it is needed, Triton.
 """
 
-from .attention_lsgpt import ATTENTION_FUNCTIONS, MASK_FUNCTIONS, AttentionMasks, create_attention_masks, create_masks
+from .attention_lsgpt import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMasks,
+    create_attention_masks,
+    create_masks,
+)
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
     HeadGroup,
@@ -20,11 +26,11 @@ from .visibility_lsgpt import Visibility, describe_visibility
 
 
 __all__ = [
-    "ATTENTION_FUNCTIONS",
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
     "GLOBAL",
     "HEAD_KINDS",
     "LOCAL",
-    "MASK_FUNCTIONS",
     "AttentionMasks",
     "HeadGroup",
     "HeadKind",

@@ -1,10 +1,9 @@
 """The attention functions and mask functions that LSGPT has instead of, or besides, those of Transformers.
 
-`ATTENTION_FUNCTIONS` and `MASK_FUNCTIONS` are Transformers' tables `ALL_ATTENTION_FUNCTIONS` and
-`ALL_MASK_ATTENTION_FUNCTIONS`, with local entries for what is faster with windows, needs sinks, or would silently
-ignore something. Without a local entry, LSGPT computes the same with the function of Transformers. A function that is
-registered with Transformers' `AttentionInterface` works here, too; without a mask function of its own, it gets dense
-boolean masks.
+`ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS` are Transformers' tables of these names, with local
+entries for what is faster with windows, needs sinks, or would silently ignore something. Without a local entry, LSGPT
+computes the same with the function of Transformers. A function that is registered with Transformers'
+`AttentionInterface` works here, too; without a mask function of its own, it gets dense boolean masks.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -22,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.flex_attention import compile_friendly_flex_attention, flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
-from .configuration_lsgpt import GLOBAL, LSGPTConfig
+from .causal_lsgpt import causal_attention_forward, num_causal_parts
+from .configuration_lsgpt import LSGPTConfig
 from .local_lsgpt import blocked_attention_forward, blocked_mask, sink_attention_forward
 from .visibility_lsgpt import Visibility, describe_visibility
 
@@ -34,29 +33,33 @@ class _FlashToo:
     """Looks up functions with "flash" in their name, such as kernels from the Hub, under `flash_attention_2`."""
 
     def __getitem__(self, name: str):
-        is_other_flash = "flash" in name and name in self._global_mapping and name not in self._local_mapping
-        return super().__getitem__("flash_attention_2" if is_other_flash else name)
+        is_flash = "flash" in name and name in AttentionInterface()
+        return super().__getitem__("flash_attention_2" if is_flash else name)
 
 
 class LSGPTAttentionInterface(_FlashToo, AttentionInterface):
-    """See `ATTENTION_FUNCTIONS`."""
+    """See `ALL_ATTENTION_FUNCTIONS`."""
 
 
 class LSGPTMaskInterface(_FlashToo, AttentionMaskInterface):
-    """See `MASK_FUNCTIONS`."""
+    """See `ALL_MASK_ATTENTION_FUNCTIONS`."""
 
 
-ATTENTION_FUNCTIONS = LSGPTAttentionInterface()
+ALL_ATTENTION_FUNCTIONS = LSGPTAttentionInterface()
 """Attention functions by `attn_implementation`."""
 
-MASK_FUNCTIONS = LSGPTMaskInterface()
+ALL_MASK_ATTENTION_FUNCTIONS = LSGPTMaskInterface()
 """
 Mask functions by `attn_implementation`. They take the arguments of Transformers' own; `mask_function` is always a
 `Visibility`.
 """
 
 ALL_HEADS = "all_heads"
-"""Key of the mask with which one call of a fused kernel computes all heads of a layer, whatever their kinds."""
+"""
+Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
+attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
+call gets the window of the last kind, and itself updates the layer's `max_logits` if they are measured.
+"""
 
 
 @dataclass
@@ -97,10 +100,9 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
             f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
             'attn_implementation="sdpa"'
         )
-    if name == "triton" and (mask := triton_mask_of_all_heads(visibility)) is not None:
-        # All heads get the window of the last kind; the number of heads without one is counted in the layer.
+    create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
+    if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
         return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: list(visibility.values())[-1]})
-    create = MASK_FUNCTIONS.get(name, dense_mask)
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:
@@ -154,7 +156,7 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 @lru_cache
 def _takes_sinks(name: str) -> bool:
     # A function that takes any keyword may ignore the sinks.
-    return name == "eager" or "s_aux" in inspect.signature(ATTENTION_FUNCTIONS[name]).parameters
+    return name == "eager" or "s_aux" in inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
 
 
 # --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
@@ -178,8 +180,8 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
 
 NARROW, FILLED = 12, 16
 """
-Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster: with
-8 dimensions and 512 tokens, forward and backward took 0.61 of the time (one core, AVX-512).
+Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
+with 8 dimensions and 512 tokens, forward and backward took 0.61 of the time (one core, AVX-512).
 """
 
 
@@ -199,6 +201,10 @@ def windowed_sdpa_attention_forward(
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
+    has_idle_cores = torch.get_num_threads() >= 2 * query.shape[0] * query.shape[1]
+    if has_idle_cores and attention_mask is None and not dropout:
+        if (num_parts := num_causal_parts(query, key, value)) > 1:
+            return causal_attention_forward(query, key, value, scaling, num_parts), None
     head_dim = query.shape[-1]
     is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():
@@ -272,7 +278,7 @@ def checked_flash_attention_forward(
         for side in ("q", "k"):
             kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask
         attention_mask = None
-    return ALL_ATTENTION_FUNCTIONS[name](
+    return AttentionInterface()[name](  # that of Transformers
         module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs
     )
 
@@ -389,83 +395,11 @@ def _plain_block_mask(length: int, window: int | None, device: torch.device | st
     return _block_mask(Visibility(length, length, window=window, device=device))
 
 
-# --- triton: a fused GPU kernel for all kinds of heads, with the largest logits as a by-product ----------------------
-
-
-def triton_mask(mask_function: Visibility, **kwargs) -> Any:
-    """Padding and documents as `Spans`; the mask of `sdpa` for single tokens, custom masks and static caches."""
-    from .triton_lsgpt import make_spans  # noqa: PLC0415 (Triton is optional)
-
-    v = mask_function
-    if v.q_length == 1 or v.mask is not None or v.overlay is not None or v.has_empty_slots:
-        return sdpa_mask(v)
-    return make_spans(v)
-
-
-def triton_mask_of_all_heads(visibility: dict[str, Visibility]) -> Any:
-    """The `Spans` of all kinds of heads, which are the same if nothing was cached; `None` otherwise."""
-    is_square = all(v.is_square and v.q_length > 1 and v.mask is v.overlay is None for v in visibility.values())
-    return triton_mask(next(iter(visibility.values()))) if is_square else None
-
-
-def triton_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """
-    The kernels of `triton_lsgpt`, for all heads of a layer or for those of one kind. With all heads, it also updates
-    the layer's largest logits if they are measured.
-    """
-    if not isinstance(attention_mask, tuple):
-        return windowed_sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap=softcap, **kwargs
-        )
-    if dropout or softcap is not None:
-        what = "attention_dropout" if dropout else "attn_logit_softcapping"
-        raise ValueError(
-            f"`triton` does not support `{what}`, which is {dropout or softcap} here; use "
-            'attn_implementation="eager", or disable it'
-        )
-    from .triton_lsgpt import fused_attention_forward  # noqa: PLC0415
-
-    num_global_heads = 0 if sliding_window else query.shape[1]
-    has_all_heads = query.shape[1] == sum(module.num_heads)
-    if has_all_heads:
-        num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
-    measure = has_all_heads and module.max_logits is not None
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, they may have a higher precision
-    output, maxima = fused_attention_forward(
-        query, key, value, attention_mask, num_global_heads, sliding_window or 0, scaling, s_aux, measure
-    )
-    if measure:
-        module.max_logits = torch.maximum(module.max_logits.to(maxima.device), maxima)
-    return output, None
-
-
-def refuse_other_models(module: nn.Module, *args, **kwargs):
-    """Raises `ValueError` if another model than LSGPT asks Transformers for `triton`."""
-    raise ValueError(f'attn_implementation="triton" is an engine of LSGPT; {type(module).__name__} cannot use it')
-
-
-MASK_FUNCTIONS["eager"] = dense_mask
-MASK_FUNCTIONS["sdpa"] = sdpa_mask
-MASK_FUNCTIONS["flex_attention"] = flex_mask
-MASK_FUNCTIONS["triton"] = triton_mask
-ATTENTION_FUNCTIONS["sdpa"] = windowed_sdpa_attention_forward
-ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward_with_sinks
-ATTENTION_FUNCTIONS["triton"] = triton_attention_forward
-for _name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
-    MASK_FUNCTIONS[_name] = flash_mask
-    ATTENTION_FUNCTIONS[_name] = checked_flash_attention_forward
+ALL_MASK_ATTENTION_FUNCTIONS["eager"] = dense_mask
+ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = sdpa_mask
+ALL_MASK_ATTENTION_FUNCTIONS["flex_attention"] = flex_mask
+ALL_ATTENTION_FUNCTIONS["sdpa"] = windowed_sdpa_attention_forward
+ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward_with_sinks
+ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"] = flash_mask
+ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = checked_flash_attention_forward
 _TAKES_ADDITIVE_MASKS = (flash_mask, flex_mask)  # to refuse them
-# Transformers accepts only registered names as `attn_implementation`.
-AttentionInterface.register("triton", refuse_other_models)

@@ -35,7 +35,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_lsgpt import ALL_HEADS, ATTENTION_FUNCTIONS, AttentionMasks, create_attention_masks, create_masks
+from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks, create_attention_masks, create_masks
 from .cache_lsgpt import check_cache, make_room
 from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
 from .linear_lsgpt import make_linear
@@ -244,11 +244,12 @@ class LSGPTAttention(nn.Module):
         if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
             calls = [(self.all_heads, query_states, key_states, value_states)]
 
-        attention_interface = ATTENTION_FUNCTIONS.get_interface(
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        results = [
-            attention_interface(
+        attn_outputs, attn_weights = [], []
+        for heads, query, key, value in calls:
+            output, weights = attention_interface(
                 self,
                 query,
                 key,
@@ -261,14 +262,11 @@ class LSGPTAttention(nn.Module):
                 s_aux=self.sinks_of(heads),
                 **kwargs,
             )
-            for heads, query, key, value in calls
-        ]
-        attn_outputs, attn_weights = zip(*results)
+            attn_outputs.append(output)
+            attn_weights.append(weights)
         if attn_weights[0] is not None and kwargs.get("output_attentions", self.config.output_attentions):
-            attn_output, attn_weights = join_weights(calls, attn_weights, attention_mask)
-        else:
-            attn_output, attn_weights = torch.cat(attn_outputs, dim=2), None
-        return attn_output, attn_weights
+            return join_weights(calls, attn_weights, attention_mask)
+        return torch.cat(attn_outputs, dim=2), None
 
     def sinks_of(self, heads: HeadGroup) -> torch.Tensor | None:
         """The sinks of a group of heads, one for each; `None` if none of them has one."""

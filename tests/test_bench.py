@@ -13,7 +13,7 @@ import lsgpt_cli
 from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, targets, timing, train
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
-from lsgpt.modeling_lsgpt import LSGPTForCausalLM, describe_visibility, engines_lsgpt, plan_attention
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM, attention_lsgpt, create_masks, describe_visibility
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -270,7 +270,7 @@ def wrong_gradient(query, key, value, *args):
     return blocked(query, key, 1.01 * value - 0.01 * value.detach(), *args)
 
 
-blocked = engines_lsgpt.blocked_attention_forward
+blocked = attention_lsgpt.blocked_attention_forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -278,7 +278,7 @@ blocked = engines_lsgpt.blocked_attention_forward
 def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
     shape = shape._replace(dtype=dtype)
     check(benchmark.prepare(shape))
-    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", narrow_window)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
     with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
         check(benchmark.prepare(shape))
 
@@ -289,14 +289,14 @@ def test_wrong_sinks_are_not_timed(benchmark, llama_shape, monkeypatch):
         return blocked(*args[:-1], None)
 
     llama_shape.config.num_global_heads = 2
-    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", forgets_sinks)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", forgets_sinks)
     with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
         check(benchmark.prepare(llama_shape))
 
 
 @pytest.mark.parametrize("benchmark", [attention, train])
 def test_wrong_gradient_is_not_timed(benchmark, shape, monkeypatch):
-    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", wrong_gradient)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", wrong_gradient)
     with pytest.raises(RuntimeError, match="gradients of values of local heads: wrong by"):
         check(benchmark.prepare(shape))
 
@@ -319,7 +319,7 @@ def narrower(config):
 def test_wrong_model_is_not_timed(fault, what, shape, monkeypatch):
     # Attention alone is not looked at.
     monkeypatch.setattr("lsgpt.benchmarks.gate.check_attention", lambda *args, **kwargs: None)
-    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", fault)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", fault)
     with pytest.raises(RuntimeError, match=f"lsgpt sdpa, {what}.* of 75 tokens: wrong by"):
         check(train.prepare(shape))
 
@@ -352,7 +352,7 @@ def test_wrong_multi_head_attention_is_not_timed(shape, monkeypatch):
 
 
 def test_nothing_is_timed_before_the_gates(shape, monkeypatch):
-    monkeypatch.setattr(engines_lsgpt, "blocked_attention_forward", narrow_window)
+    monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", narrow_window)
     monkeypatch.setattr(suite, "measure", lambda *args: pytest.fail("timed"))
     with pytest.raises(RuntimeError, match="it is not timed"):
         suite.run("prefill", shape, budget=0.0)
@@ -370,11 +370,11 @@ def test_limit_leaves_local_attention_out(shape):
     ours, limit = models["lsgpt sdpa"], models["limit sdpa"]
     assert ours.model.lm_head.weight is limit.model.lm_head.weight
     hidden_states, outputs = torch.randn(2, 75, ours.model.config.hidden_size), []
-    plan = plan_attention(ours.model.config, describe_visibility(ours.model.config, hidden_states))
+    masks = create_masks(ours.model.config, describe_visibility(ours.model.config, hidden_states))
     for peer in (ours, limit):
         layer = attention_layers(peer.model)[0]
         layer.o_proj.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0].unflatten(2, (6, -1))))
-        layer(hidden_states, attention_plan=plan)
+        layer(hidden_states, attention_mask=masks)
     expected, actual = outputs
     value = layer.project(hidden_states).value
     torch.testing.assert_close(actual[:, :, :1], expected[:, :, :1], rtol=0, atol=0)

@@ -11,7 +11,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lsgpt.modeling_lsgpt import ATTENTION_FUNCTIONS, MASK_FUNCTIONS, attention_layers, eager_attention_forward
+from lsgpt.modeling_lsgpt import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    attention_layers,
+    eager_attention_forward,
+)
 from lsgpt.utilities import suggest
 
 
@@ -99,7 +104,7 @@ def attend_in_float32(model: nn.Module):
         ValueError: If `model` is not an LSGPT model.
     """
     config = attention_layers(model)[0].config
-    attend = ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
     def attend_in_float32(module, query, key, value, *args, s_aux=None, **kwargs):
         kwargs["s_aux"] = None if s_aux is None else s_aux.float()
@@ -109,7 +114,7 @@ def attend_in_float32(model: nn.Module):
 
     name = f"{config._attn_implementation}_in_float32"
     AttentionInterface.register(name, attend_in_float32)
-    AttentionMaskInterface.register(name, MASK_FUNCTIONS[config._attn_implementation])
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation])
     model.set_attn_implementation(name)
 
 

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lsgpt.modeling_lsgpt import triton_lsgpt
+from lsgpt import triton_kernels
 
 
 KERNELS = ("_forward_kernel", "_backward_keys_kernel", "_backward_queries_kernel")
@@ -24,10 +24,10 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 def compile_kernel(name: str, capability: int, head_dim: int, has_spans: bool, measure: bool, has_sinks: bool):
     """A kernel in bfloat16 for 12 heads, 1 of them global, of a GPU's compute capability."""
-    kernel = getattr(triton_lsgpt, name)
+    kernel = getattr(triton_kernels, name)
     query = torch.empty(1, 128, 12, head_dim, device="meta", dtype=torch.bfloat16)
-    options = triton_lsgpt._options(kernel, query)
-    constants = {**triton_lsgpt._describe(query, query, None, None, 1, 100, 0.1), **options, "MEASURE": measure}
+    options = triton_kernels._options(kernel, query)
+    constants = {**triton_kernels._describe(query, query, None, None, 1, 100, 0.1), **options, "MEASURE": measure}
     constants = {name: value for name, value in constants.items() if name.isupper()}
     if not has_spans:
         constants |= {"first": None, "last": None}

@@ -11,8 +11,8 @@ import torch
 import triton
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from lsgpt import measure_max_logits
-from lsgpt.modeling_lsgpt import triton_lsgpt
+from lsgpt import measure_max_logits, triton_kernels
+from lsgpt.training import attend_in_float32
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,10 +101,10 @@ def test_attention_in_float32_of_a_half_precision_model(tiny_model):
     ids = inputs_of("plain")["input_ids"]
     outputs = []
     for each in (model, exact):
-        layer = each.model.layers[0].self_attn
-        layer.o_proj.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0]))
+        first = each.model.layers[0].self_attn.o_proj
+        first.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0]))
         each(ids)
-        layer.in_float32 = True
+        attend_in_float32(each)
         each(ids)
     plain, in_float32, _, expected = outputs
     # Both round float32 numbers to half precision that are the same up to the order of sums. So hardly any differ, and
@@ -139,7 +139,7 @@ def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
 
 
 def test_without_a_gpu_the_error_says_what_to_do(tiny_model, monkeypatch):
-    monkeypatch.setattr(triton_lsgpt, "_forward_kernel", object.__new__(triton.JITFunction))  # no interpreter
+    monkeypatch.setattr(triton_kernels, "_forward_kernel", object.__new__(triton.JITFunction))  # no interpreter
     with pytest.raises(ValueError, match="the `triton` engine runs on CUDA devices; got tensors on cpu"):
         tiny_model(engine="triton")(torch.randint(97, (1, 12)))
 
@@ -166,7 +166,7 @@ def test_operators_keep_their_promises():
     first = torch.zeros(2, 20, dtype=torch.int, device=DEVICE)
     sinks = torch.zeros(4, device=DEVICE, requires_grad=True)
     for begin, end, of_heads, measure in ((None, None, sinks, False), (first, first + 19, None, True)):
-        torch.library.opcheck(triton_lsgpt._attend, (query, key, value, begin, end, of_heads, 2, 7, 0.25, measure))
+        torch.library.opcheck(triton_kernels._attend, (query, key, value, begin, end, of_heads, 2, 7, 0.25, measure))
 
 
 def test_compiles_without_a_break(models, fresh_compiler):

@@ -7,8 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import LSGPTForCausalLM, measure_max_logits
-from lsgpt.modeling_lsgpt import LOCAL
-from lsgpt.modeling_lsgpt.engines_lsgpt import AttentionPlan
+from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
 from lsgpt.training import (
     STABILIZERS,
     LogitTelemetryCallback,
@@ -119,14 +118,16 @@ def test_float32_attention(tiny_model, values, monkeypatch):
     assert torch.equal(model(INPUTS).logits, plain)
     found = []
 
-    def attend(plan, calls, *args, **kwargs):
-        for heads in calls:
-            assert (heads.sinks is not None) == (model.config.attention_sinks and heads.kind == LOCAL)
-            found.extend((x.dtype, torch.is_autocast_enabled("cpu")) for x in heads if isinstance(x, torch.Tensor))
-        return forward(plan, calls, *args, **kwargs)
+    def attend(module, *args, sliding_window=None, s_aux=None, **kwargs):
+        assert (s_aux is not None) == (model.config.attention_sinks and sliding_window is not None)
+        tensors = [x for x in (*args, s_aux) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        found.extend((x.dtype, torch.is_autocast_enabled("cpu")) for x in tensors)
+        return forward(module, *args, sliding_window=sliding_window, s_aux=s_aux, **kwargs)
 
-    forward = AttentionPlan.attend
-    monkeypatch.setattr(AttentionPlan, "attend", attend)
+    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    model.set_attn_implementation("sdpa")
+    attend_in_float32(model)
     with torch.autocast("cpu", torch.bfloat16):
         high = model(INPUTS).logits
     assert set(found) == {(torch.float32, False)}
@@ -203,7 +204,7 @@ def test_recipe_switches(text, tmp_path, name):
         "qk-clip": (telemetry[0].on_explosion, telemetry[0].threshold, telemetry[0].every_n_steps)
         == ("clip", 100.0, 1),
         "adagc": trainer.optimizer_cls_and_kwargs is not None and trainer.args.max_grad_norm == 0.0,
-        "fp32-attention": all(layer.self_attn.in_float32 for layer in model.model.layers),
+        "fp32-attention": model.config._attn_implementation == "sdpa_in_float32",
     }
     assert {other for other, has in found.items() if has} == ({name} if name else set())
     assert (telemetry[0].threshold, telemetry[0].log_every_n_steps) == (100.0, 50)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .visibility_lsgpt import Visibility
+from lsgpt.modeling_lsgpt import Visibility
 
 
 try:
