@@ -30,4 +30,4 @@ def prepare_for_training(model_class: type[PreTrainedModel]):
         return super(model_class, self).train(mode)
 
     model_class.__init_subclass__ = classmethod(keep_name)  # type: ignore[assignment]
-    model_class.train = train  # type: ignore[method-assign]
+    model_class.train = train

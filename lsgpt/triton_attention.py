@@ -55,7 +55,7 @@ def triton_attention_forward(
     heads, it also updates the layer's largest logits if they are measured. Raises `ValueError` for what the kernels do
     not support.
     """
-    if not isinstance(attention_mask, tuple):
+    if not isinstance(attention_mask, tuple):  # no `Spans`
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap=softcap, **kwargs
         )
@@ -73,8 +73,9 @@ def triton_attention_forward(
         num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
     measure = has_all_heads and module.max_logits is not None
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, they may have a higher precision
+    spans: Any = attention_mask
     output, maxima = fused_attention_forward(
-        query, key, value, attention_mask, num_global_heads, sliding_window or 0, scaling, s_aux, measure
+        query, key, value, spans, num_global_heads, sliding_window or 0, scaling, s_aux, measure
     )
     if measure:
         module.max_logits = torch.maximum(module.max_logits.to(maxima.device), maxima)

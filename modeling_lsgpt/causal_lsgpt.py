@@ -56,23 +56,26 @@ def causal_attention_forward(
     Returns:
         Outputs `(B, T, H, D)`.
     """
-    return _CausalAttention.apply(query, key, value, scaling, num_parts).transpose(1, 2)
+    return _CausalAttention.apply(query, key, value, scaling, num_parts)[0].transpose(1, 2)
 
 
 class _CausalAttention(torch.autograd.Function):
     """See `causal_attention_forward`. Uses the operators that `scaled_dot_product_attention` itself calls."""
 
     @staticmethod
-    def forward(ctx, query, key, value, scaling: float, num_parts: int):
+    def forward(query, key, value, scaling: float, num_parts: int):
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = attend(query, key, value, 0.0, True, scale=scaling)
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.scaling, ctx.num_parts = scaling, num_parts
-        return output
+        return attend(query, key, value, 0.0, True, scale=scaling)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.scaling, ctx.num_parts = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, _):
         num_parts, length = ctx.num_parts, gradient.shape[2]
         missing = -length % num_parts**2
         query, key, value, output, lse = ctx.saved_tensors

@@ -101,24 +101,29 @@ class _CutKeys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, keys, num_blocks: int, block_length: int, past: int, tail: int):
+    def forward(keys, num_blocks: int, block_length: int, past: int, tail: int):
         missing = past + num_blocks * block_length - tail - keys.shape[2]
-        ctx.sizes = num_blocks, block_length, missing, keys.shape
         keys = F.pad(keys.transpose(1, 2), (0, 0, 0, 0, missing, tail))
         spans = keys.unfold(1, past + block_length, block_length).transpose(3, 4).flatten(0, 1)
         # Only the CPU's kernels are known to accept overlapping inputs.
         return spans if keys.device.type == "cpu" else spans.contiguous()
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        keys, *ctx.numbers = inputs
+        ctx.shape = keys.shape
+
+    @staticmethod
     def backward(ctx, gradient):
-        num_blocks, block_length, missing, (batch_size, num_heads, length, head_dim) = ctx.sizes
+        (num_blocks, block_length, past, tail), (batch_size, num_heads, length, head_dim) = ctx.numbers, ctx.shape
+        missing = past + num_blocks * block_length - tail - length
         span, covered = gradient.shape[2], num_blocks * block_length
         gradient = gradient.transpose(1, 2).unflatten(0, (batch_size, num_blocks))
         result = gradient.new_zeros(batch_size, span - block_length + covered, num_heads, head_dim)
         for end in range(span, 0, -block_length):
             begin = max(end - block_length, 0)
             blocks = result[:, begin : begin + covered].unflatten(1, (num_blocks, block_length))
-            blocks[:, :, : end - begin] += gradient[:, :, begin:end]
+            blocks[:, :, : end - begin].add_(gradient[:, :, begin:end])
         return result[:, missing : missing + length].transpose(1, 2), None, None, None, None
 
 
@@ -160,7 +165,7 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
     """`sink_attention_forward` for equally many query and key heads, `sinks` `(H, T)` and outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
     if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
-        return _SinkAttention.apply(query, key, value, mask, sinks, scaling)
+        return _SinkAttention.apply(query, key, value, mask, sinks, scaling)[0]
     # The sink becomes one more key, with a value of 0. In an extra dimension, this key is 1, the others are 0, and the
     # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
     head_dim = query.shape[-1]
@@ -185,21 +190,27 @@ class _SinkAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, sinks, scaling: float):
+    def forward(query, key, value, mask, sinks, scaling: float):
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         output, lse = attend(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
         lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
         output = output * (lse - lse_with_sinks).exp()[..., None].to(output.dtype)
-        ctx.save_for_backward(query, key, value, output, lse_with_sinks, sinks, mask)
-        ctx.scaling = scaling
-        return output
+        return output, lse_with_sinks
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        query, key, value, mask, sinks, ctx.scaling = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(query, key, value, *output, sinks, mask)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, _):
         query, key, value, output, lse, sinks, mask = ctx.saved_tensors
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
         weights = (sinks - lse).exp()

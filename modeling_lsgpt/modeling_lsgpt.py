@@ -657,7 +657,7 @@ class LSGPTClassifier:
             num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
             index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
             position_ids = (index - num_left).clamp(min=0)[:, -length:]
-        return super().forward(
+        return super().forward(  # type: ignore[misc]
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, **kwargs
         )
 

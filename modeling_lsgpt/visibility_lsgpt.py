@@ -174,7 +174,7 @@ def describe_visibility(
     is_finished = isinstance(attention_mask, dict)
     if isinstance(attention_mask, dict):
         _check_dictionary(attention_mask, first_layers)
-    of_kind: dict = attention_mask if is_finished else dict.fromkeys(first_layers, attention_mask)  # type: ignore
+    of_kind: dict = attention_mask if is_finished else dict.fromkeys(first_layers, attention_mask)
     for mask in of_kind.values():
         if mask is not None:
             _check_mask(mask, batch_size, q_length, None if is_finished else past_length)

@@ -85,7 +85,7 @@ def test_the_way_through_a_layer_is_short(tiny_model):
         "local_lsgpt.py",
     }
     expected, expected_changes = path_through_a_layer(llama, lambda: llama(ids, use_cache=False))
-    assert len(calls) <= len(expected) + 7 and changes <= expected_changes + 4
+    assert len(calls) <= len(expected) + 7 and changes <= expected_changes + 10
     with torch.no_grad():
         model.eval()(ids, past_key_values=cache)
         calls, changes = path_through_a_layer(model, lambda: model(ids[:, :1], past_key_values=cache))

@@ -1,0 +1,206 @@
+"""Cases that were silently wrong once: caches that are copied, documents beside a static cache, positions, gradients."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers.distributed import DistributedConfig
+
+from lsgpt import LSGPTForSequenceClassification
+from lsgpt.modeling_lsgpt import AttentionMasks, describe_visibility
+from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
+
+
+@pytest.mark.parametrize("num_global_heads", [2, 6])
+@torch.no_grad()
+def test_forked_caches_do_not_overwrite_each_other(tiny_model, num_global_heads):
+    """Copies of a cache share the memory of its past, and each goes on with a token of its own."""
+    model = tiny_model(num_global_heads=num_global_heads)
+    ids, tokens = torch.randint(97, (1, 20)), torch.tensor([3, 41, 77])
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :19], past_key_values=cache)
+    model(ids[:, 19:], past_key_values=cache)  # gives the cache room for a few more
+    forks = []
+    for _ in tokens:
+        fork = copy.copy(cache)
+        fork.layers = [copy.copy(layer) for layer in cache.layers]
+        forks.append(fork)
+    for token, fork in zip(tokens, forks):
+        model(token.view(1, 1), past_key_values=fork)
+    following = torch.tensor([[5]])
+    for token, fork in zip(tokens, forks):
+        expected = model(torch.cat([ids, token.view(1, 1), following], dim=1)).logits[:, -1]
+        torch.testing.assert_close(
+            model(following, past_key_values=fork).logits[:, -1], expected, rtol=1e-4, atol=1e-4
+        )
+
+
+@torch.no_grad()
+def test_restored_keys_and_values_go_on(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 24))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+    model(ids[:, 20:21], past_key_values=cache)
+    saved = [(layer.keys, layer.values) for layer in cache.layers]
+    lengths = [getattr(layer, "cumulative_length", None) for layer in cache.layers]
+    model(torch.tensor([[9]]), past_key_values=cache)
+    for layer, (keys, values), length in zip(cache.layers, saved, lengths):
+        layer.keys, layer.values = keys, values
+        if length is not None:
+            layer.cumulative_length = length
+    actual = model(ids[:, 21:22], past_key_values=cache).logits
+    torch.testing.assert_close(actual, model(ids[:, :22]).logits[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_reset_holds_no_memory(tiny_model):
+    model, cache = tiny_model(), DynamicCache(config=tiny_model().config)
+    for ids in (torch.randint(97, (1, 20)), torch.tensor([[5]])):
+        model(ids, past_key_values=cache)
+    assert cache.layers[0].buffers is not None
+    cache.reset()
+    assert cache.layers[0].buffers is None and cache.get_seq_length() == 0
+    ids = torch.randint(97, (1, 9))
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_a_filled_cache_beside_gradient_checkpointing_is_refused(tiny_model):
+    model = tiny_model(num_global_heads=0)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(97, (1, 12)), past_key_values=cache)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="`past_key_values` must be empty with gradient checkpointing"):
+        model.train()(torch.randint(97, (1, 4)), past_key_values=cache)
+    model.eval()(torch.randint(97, (1, 4)), past_key_values=cache)
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic"])
+@pytest.mark.parametrize("is_padded", [False, True])
+@torch.no_grad()
+def test_text_that_continues_packed_documents(tiny_model, implementation, is_padded):
+    """The last document goes on as if it were alone, whatever the cache."""
+    model = tiny_model(position_embedding_type="rope")
+    ids = torch.randint(1, 97, (1, 40))
+    positions, mask = torch.cat([torch.arange(15), torch.arange(25)])[None], torch.ones(1, 40, dtype=torch.long)
+    if is_padded:
+        ids = torch.nn.functional.pad(ids, (3, 0))
+        positions, mask = (torch.nn.functional.pad(x, (3, 0)) for x in (positions, mask))
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": implementation}
+    actual = model.generate(ids, attention_mask=mask, position_ids=positions, disable_compile=True, **options)
+    alone = model.generate(ids[:, -25:], attention_mask=mask[:, -25:], max_new_tokens=12, do_sample=False)
+    assert actual[:, -12:].equal(alone[:, -12:])
+
+
+@torch.no_grad()
+def test_single_tokens_after_packed_documents_on_a_static_cache(tiny_model):
+    model = tiny_model()
+    ids, positions = torch.randint(97, (1, 40)), torch.cat([torch.arange(15), torch.arange(25)])[None]
+    expected = model(ids[:, 15:]).logits[:, 20:]
+    cache = StaticCache(model.config, max_cache_len=50)
+    model(ids[:, :35], position_ids=positions[:, :35], past_key_values=cache)
+    logits = [
+        model(ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache).logits
+        for i in range(35, 40)
+    ]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("positions", "boundaries"),
+    [
+        ([*range(15), *range(20, 45)], [0, 15, 40]),
+        ([*range(5, 20), *range(3, 28)], [0, 15, 40]),
+        ([*range(40)], None),
+    ],
+)
+def test_flash_attention_separates_the_same_documents(tiny_config, positions, boundaries):
+    """By Transformers' rule, the first of these is one document, and the second leaves tokens in none."""
+    positions = torch.tensor(positions)[None]
+    visibility = describe_visibility(tiny_config(), torch.empty(1, 40, 0), position_ids=positions)
+    for each in visibility.values():
+        mask = flash_mask(each)
+        if boundaries is None:
+            assert mask is None
+        else:
+            assert mask.cu_seq_lens.tolist() == boundaries and mask.cu_seq_lens.dtype == torch.int32
+            assert mask.max_length == 25
+
+
+@torch.no_grad()
+def test_documents_that_come_as_lengths(tiny_model):
+    """`DataCollatorWithFlattening` can return them instead of positions."""
+    rows = [torch.randint(97, (n,)).tolist() for n in (7, 20, 12)]
+    features = [{"input_ids": row} for row in rows]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(features)
+    batch.pop("labels")
+    model = tiny_model(position_embedding_type="rope")
+    logits = model(**batch).logits
+    expected = torch.cat([model(torch.tensor([row])).logits for row in rows], dim=1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="`cu_seq_lens_q` must come with a single row"):
+        model(torch.randint(97, (2, 10)), cu_seq_lens_q=torch.tensor([0, 4, 10]))
+
+
+def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="must keep windows of 8 tokens.*layer 1 keeps 4"):
+        model(torch.randint(97, (1, 9)), past_key_values=DynamicCache(config=tiny_config(sliding_window=4)))
+
+
+def test_dynamic_quantization_reaches_the_projections(tiny_model):
+    quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
+    assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_functional_gradients(tiny_model, has_sinks):
+    model, ids = tiny_model(attention_sinks=has_sinks), torch.randint(97, (1, 40))
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"use_cache": False}).logits.square().mean()
+
+    gradients = torch.func.grad(loss)(parameters)
+    model(ids, use_cache=False).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_second_derivatives(tiny_model):
+    """With `eager`; PyTorch's other kernels have none on the CPU, and say so."""
+    ids = torch.randint(97, (1, 40))
+    for engine in ("eager", "sdpa"):
+        model = tiny_model(engine=engine)
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        (gradient,) = torch.autograd.grad(model(ids, labels=ids).loss, weight, create_graph=True)
+        if engine == "eager":
+            gradient.square().sum().backward()
+            assert weight.grad.isfinite().all() and weight.grad.any()
+        else:
+            with pytest.raises(RuntimeError, match="derivative for .*attention.*backward is not implemented"):
+                gradient.square().sum().backward()
+
+
+@torch.no_grad()
+def test_padding_on_the_left_does_not_change_scores(tiny_config):
+    config = tiny_config(pad_token_id=0, num_labels=3)
+    model = LSGPTForSequenceClassification(config).eval()
+    ids = torch.randint(1, 97, (1, 12))
+    padded, mask = torch.nn.functional.pad(ids, (5, 0)), torch.ones(1, 17, dtype=torch.long)
+    mask[:, :5] = 0
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_pipelines_are_refused(tiny_model):
+    model = tiny_model()
+    config = DistributedConfig(pp_size=2)
+    with pytest.raises(ValueError, match="`pp_size` of the `DistributedConfig` must be 1; got 2"):
+        type(model).maybe_distribute_model(model, config, None)
+
+
+def test_masks_are_looked_up_by_kind(tiny_config):
+    visibility = describe_visibility(tiny_config(), torch.empty(1, 12, 0))
+    masks = AttentionMasks({"full_attention": 1, "sliding_attention": 2}, visibility)
+    assert masks["sliding_attention"] == 2
