@@ -282,7 +282,7 @@ def checks_of_logits() -> list[Check]:
         ),
         row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 1),
         each_run("[Rate 0.03]", integers(cool), 3, at_hot),
-        prose(CLAIMS, "at the rates {}, {} and {} the whole interval of", *above),
+        prose(CLAIMS, "wholly above 0 at the rates {}, {} and {} (of five)", *above),
         row("[RoPE]*largest logit", difference("positions", "ls-rope", "mhsa-rope", "max_logit"), -1, 1),
         row("No positions: largest logit", difference("positions", "ls-none", "mhsa-none", "max_logit"), -1, 1),
         prose(
@@ -322,7 +322,7 @@ def checks_of_losses() -> list[Check]:
         ),
         prose(
             README,
-            "shrinks from {} nats per token to {},",
+            "shrinks from {} nats (natural logarithms) per token to {}, no",
             *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
         ),
         loss_row("[RoPE]*lower loss", difference("positions", "ls-rope", "mhsa-rope")),
@@ -475,7 +475,7 @@ def checks_of_pages() -> list[Check]:
         *checks_of_lengths(),
         *checks_of_explanation(),
         *checks_of_tools(),
-        prose(CLAIMS, "{} of {} runs were made with changes that were not committed", dirty, len(commits)),
+        prose(CLAIMS, "{} of {} runs were made with uncommitted changes", dirty, len(commits)),
     ]
 
 
@@ -502,7 +502,9 @@ def find_faults(folder: Path = ROOT) -> list[Fault]:
     pages = {
         page: (folder / page).read_text(encoding="utf-8") for page in dict.fromkeys(check.page for check in checks)
     }
-    checks.append(Check(CLAIMS, SCOREBOARD, count_verdicts(pages[CLAIMS])))
+    total, supported, contradicted, equal, inconclusive = count_verdicts(pages[CLAIMS])
+    checks.append(Check(CLAIMS, SCOREBOARD, [total, supported, contradicted, equal, inconclusive]))
+    checks.append(Check(README, SHORT_SCOREBOARD, [total, supported, contradicted, inconclusive]))
     faults, covered = [], {page: [] for page in pages}
     for page, text, figures in checks:
         matches = list(pattern(text).finditer(pages[page]))
@@ -524,6 +526,7 @@ SCOREBOARD = (
     "Of {} comparisons that test the paper's claims, {} are supported, {} contradicted, {} equal within 0.05 nats and "
     "{} inconclusive."
 )
+SHORT_SCOREBOARD = "of {} comparisons, {} support them, {} contradict them, and {} are inconclusive"
 
 
 def count_verdicts(page: str) -> list[str]:
