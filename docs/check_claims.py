@@ -35,9 +35,6 @@ VERDICTS = ("supported", "contradicted", f"equal within {MARGIN:g}", "inconclusi
 UNCHECKED = {"2.3M", "0.05"}
 """Numbers with a decimal point that are not results: the size of a model, and the margin."""
 
-DROPPED = ("images", "noisy-text", "where-heads-look")
-"""Earlier studies whose results are in the repository's history only."""
-
 BY_SEED = Mapping[int, float]
 
 
@@ -175,8 +172,8 @@ def sensitivity(name: str, rates: Sequence[str]) -> BY_SEED:
         {seed: min(loss, results("learning-rates")[arm][seed]["first_loss"]) for seed, loss in of_arm.items()}
         for arm, of_arm in ((arm, column("learning-rates", arm)) for arm in arms)
     ]
-    lowest = {seed: min(losses[seed] for losses in capped) for seed in capped[0]}
-    return minus(average(*capped), lowest)
+    best = {seed: min(losses[seed] for losses in capped) for seed in capped[0]}
+    return minus(average(*capped), best)
 
 
 def fitted(key: str, length: int) -> Callable[[dict], float | None]:
@@ -240,8 +237,8 @@ def each_run(start: str, figures: Sequence[str], num_seeds: int, verdict: str) -
 
 
 def integers(values: BY_SEED) -> list[str]:
-    """Values of all seeds, rounded."""
-    return [decimal(value, 0) for value in values.values()]
+    """The values of all seeds in their order, rounded."""
+    return [decimal(values[seed], 0) for seed in sorted(values)]
 
 
 def prose(page: str, text: str, *figures: str | float) -> Check:
@@ -258,7 +255,8 @@ def checks_of_logits() -> list[Check]:
     is_shown = min(mhsa.values()) > 200 and max(ls.values()) < 50
     diverged = [str(sum(run["diverged"] for run in results("long-training")[arm].values())) for arm in ("mhsa", "ls")]
     hot, cool = (column("learning-rates", f"{arm}-lr0.03", "max_logit") for arm in ("mhsa", "ls"))
-    assert min(hot.values()) > 100 and max(column("learning-rates", "mhsa-lr0.01", "max_logit").values()) < 100
+    below = column("learning-rates", "mhsa-lr0.01", "max_logit")
+    assert min(hot.values()) > 100 > min(below.values()), "0.03 must be the lowest rate at which `mhsa` passes 100"
     at_hot = (
         "supported" if max(cool.values()) < 100 else "contradicted" if min(cool.values()) > 100 else "inconclusive"
     )
@@ -301,7 +299,7 @@ def checks_of_losses() -> list[Check]:
     ls, mhsa, sinks = (best_rate("learning-rates", name, RATES) for name in ("ls", "mhsa", "ls-sinks"))
     with_norm, norm_on_top, alone = (best_rate(study, x, RATES[1:4]) for x in ("mhsa-qknorm", "ls-qknorm", "ls"))
     stabilized = [best_rate(study, f"mhsa-{x}", RATES[1:4]) for x in ("qknorm", "softcap", "zloss", "qkclip", "adagc")]
-    assert with_norm == lowest(study, stabilized)
+    assert with_norm == lowest(study, stabilized), "QK-norm must be the best stabilizer of `mhsa`"
     longest, shortest = (difference("lengths", f"mhsa-n{n}", f"ls-n{n}") for n in (2048, 64))
     steps = (2004, 3006, 5010, 10020, 15030, 20000)
     rows = [prose(CLAIMS, f"|{step:,}|{{}} ({{}} to {{}})|", *effect(gap_at(step))) for step in steps]
@@ -341,8 +339,10 @@ def checks_of_heads() -> list[Check]:
     """What do global heads do?"""
     local, one = (best_rate("learning-rates", name, RATES) for name in ("local-only", "ls"))
     grid, layers, tasks = "heads-and-windows", "heads-or-layers", "long-range"
-    assert lowest(grid, [f"g{count}" for count in range(2, 7)]) == "g3"
-    assert lowest(grid, [f"w{window}" for window in (4, 8, 24, 48, 96, 256)]) == "w8"
+    assert lowest(grid, [f"g{count}" for count in range(2, 7)]) == "g3", "three heads must be the best other number"
+    assert lowest(grid, [f"w{window}" for window in (4, 8, 24, 48, 96, 256)]) == "w8", (
+        "8 must be the best other window"
+    )
     whole_layer = lowest(layers, ("one-first-layer", "one-middle-layer", "one-last-layer"))
     far = {arm: column(tasks, arm, "far_accuracy") for arm in results(tasks)}
     worst = min(min(far[f"{task}-1"].values()) for task in ("recall", "copy", "needle"))
@@ -465,8 +465,9 @@ def checks_of_tools() -> list[Check]:
 
 def checks_of_pages() -> list[Check]:
     """All of them."""
-    names = sorted(path.parent.name for path in (ROOT / "studies" / "results").glob("*/runs.jsonl"))
-    commits = [line["environment"]["commit"] for name in names if name not in DROPPED for line in lines_of(name)]
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in (CLAIMS, AVERAGING, SOFT))
+    studies = set(re.findall(r"studies/results/([\w-]+)/report\.md", pages))
+    commits = [line["environment"]["commit"] for study in studies for line in lines_of(study)]
     dirty = sum(commit.endswith("-dirty") for commit in commits)
     return [
         *checks_of_logits(),
