@@ -1,6 +1,5 @@
-"""Studies: runs at a small size that are interrupted and go on, reports from results alone, the page of claims."""
+"""Studies: runs at a small size that are interrupted and go on, reports from results alone."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -18,7 +17,6 @@ from lsgpt.studies.learning_rates import arm_at, sensitivity
 from lsgpt.studies.runner import read_runs, result_file
 from lsgpt.studies.study import (
     NUM_POINTS,
-    VERDICTS,
     curves_over,
     format_values,
     is_below,
@@ -208,16 +206,6 @@ def test_committed_reports_are_made_of_committed_results(tmp_path, file):
     assert report.read_text() == (file.parent / "report.md").read_text()
     assert {plot.name for plot in tmp_path.glob("*.png")} == {plot.name for plot in file.parent.glob("*.png")}
     assert all("/" not in line["environment"]["commit"] for line in read_lines(file.parent))
-
-
-def test_the_page_of_claims_has_the_verdicts_of_the_results():
-    spec = importlib.util.spec_from_file_location("fill_claims", ROOT / "docs" / "fill_claims.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = module.PAGE.read_text(encoding="utf-8")
-    assert module.fill(page) == page
-    number = sum(len(load_study(name).claims) for name in STUDIES)
-    assert sum(page.count(f"| **{verdict}** |") for verdict in VERDICTS) == number
 
 
 def made_up(losses, key="eval_loss", **values):

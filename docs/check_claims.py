@@ -1,0 +1,570 @@
+"""
+Recomputes the findings that the documentation states, from the raw results of the studies: `python
+docs/check_claims.py`.
+
+It imports nothing of `lsgpt`, so that it can find mistakes in the code that writes the reports. Each check is a piece
+of a page with its figures left out, and the figures as computed here. A figure that no check covers is a fault, too.
+"""
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).parents[1]
+
+CLAIMS = "docs/claims.md"
+AVERAGING = "docs/averaging-and-losses.md"
+SOFT = "docs/soft-grpo.md"
+README = "README.md"
+
+QUANTILES = {2: 12.706205, 3: 4.302653, 5: 2.776445, 30: 2.045230}
+"""The 97.5% quantiles of Student's t distribution, by the number of seeds (one more than the degrees of freedom)."""
+
+MARGIN = 0.05
+"""Nats per token within which two losses are called equal."""
+
+VERDICTS = ("supported", "contradicted", f"equal within {MARGIN:g}", "inconclusive")
+
+UNCHECKED = {"2.3M", "0.05"}
+"""Numbers with a decimal point that are not results: the size of a model, and the margin."""
+
+BY_SEED = Mapping[int, float]
+
+
+class Check(NamedTuple):
+    """A piece of a page, with `{}` and `<verdict>` for its figures, `*` for the rest of a cell, and those figures."""
+
+    page: str
+    text: str
+    figures: Sequence[str]
+
+
+class Fault(NamedTuple):
+    """What is wrong in a line of a page."""
+
+    page: str
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.problem}"
+
+
+# Results
+
+
+@cache
+def results(study: str) -> dict[str, dict[int, dict]]:
+    """The values of each run of a study, by arm and seed."""
+    arms: dict[str, dict[int, dict]] = {}
+    for line in lines_of(study):
+        arms.setdefault(line["arm"], {})[line["seed"]] = line["values"]
+    return arms
+
+
+@cache
+def lines_of(study: str) -> list[dict]:
+    """The lines of a study's file of runs."""
+    text = (ROOT / "studies" / "results" / study / "runs.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def column(study: str, arm: str, key: str | Callable[[dict], float | None] = "eval_loss") -> BY_SEED:
+    """One value of each run of an arm, by seed. The loss of a run that diverged is infinite, and so is null."""
+    values = {}
+    for seed, run in results(study)[arm].items():
+        value = run[key] if isinstance(key, str) else key(run)
+        is_lost = value is None or (key == "eval_loss" and run["diverged"])
+        values[seed] = math.inf if is_lost else value
+    return values
+
+
+def minus(first: BY_SEED, second: BY_SEED) -> BY_SEED:
+    """The differences of the seeds that both have."""
+    return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
+
+
+def average(*columns: BY_SEED) -> BY_SEED:
+    """The mean of several values of each seed."""
+    return {seed: statistics.fmean(values[seed] for values in columns) for seed in columns[0]}
+
+
+def difference(
+    study: str, first: str, second: str, key: str | Callable[[dict], float | None] = "eval_loss"
+) -> BY_SEED:
+    """The difference between two arms, by seed."""
+    return minus(column(study, first, key), column(study, second, key))
+
+
+def lowest(study: str, arms: Sequence[str]) -> str:
+    """The arm with the lowest mean loss."""
+    return min(arms, key=lambda arm: statistics.fmean(column(study, arm).values()))
+
+
+def best_rate(study: str, name: str, rates: Sequence[str]) -> str:
+    """The arm `name` at the learning rate with the lowest mean loss."""
+    return lowest(study, [f"{name}-lr{rate}" for rate in rates])
+
+
+# Verdicts
+
+
+def interval(differences: BY_SEED) -> tuple[float, float, float]:
+    """The mean of differences, and its 95% confidence interval (Student's t)."""
+    values = list(differences.values())
+    mean = statistics.fmean(values)
+    half = QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def judge(differences: BY_SEED, sign: int, margin: float | None) -> str:
+    """The verdict on the claim that differences are below 0 (`sign` -1), above 0 (1) or within the margin (0)."""
+    values = set(differences.values())
+    if not all(map(math.isfinite, values)):  # runs diverged: decided only if all of one arm and none of the other did
+        if values not in ({math.inf}, {-math.inf}) or sign == 0:
+            return "inconclusive"
+        return "supported" if sign * min(values) > 0 else "contradicted"
+    _, low, high = interval(differences)
+    is_equal = margin is not None and -margin < low and high < margin
+    if sign == 0:
+        return f"equal within {margin:g}" if is_equal else "contradicted" if low > 0 or high < 0 else "inconclusive"
+    if low > 0 or high < 0:
+        return "supported" if (low > 0) == (sign > 0) else "contradicted"
+    return f"equal within {margin:g}" if is_equal else "inconclusive"
+
+
+def decimal(value: float, digits: int) -> str:
+    """A number with this many digits after the point, and never `-0`."""
+    return f"{round(value, digits) + 0.0:,.{digits}f}"
+
+
+def effect(differences: BY_SEED, digits: int = 3) -> list[str]:
+    """A mean and the ends of its interval."""
+    return [decimal(x, digits) for x in interval(differences)]
+
+
+# Values that are not simply stored
+
+
+def gap_at(step: int) -> BY_SEED:
+    """Training loss of `ls` less that of `mhsa` around a step of the long runs."""
+    return difference("long-training", "ls", "mhsa", lambda run: dict(run["curves"]["loss"])[step])
+
+
+def growth(run: dict) -> float:
+    """The largest logit in the last tenth of the steps over that in the second tenth."""
+    curve, steps = run["curves"]["max_logit"], run["step"]
+    last = max(logit for step, logit in curve if step > 0.9 * steps)
+    return last / max(logit for step, logit in curve if 0.1 * steps < step <= 0.2 * steps)
+
+
+def sensitivity(name: str, rates: Sequence[str]) -> BY_SEED:
+    """The mean loss over rates, each at most the loss before training, less the lowest (arXiv:2309.14322)."""
+    arms = [f"{name}-lr{rate}" for rate in rates]
+    capped = [
+        {seed: min(loss, results("learning-rates")[arm][seed]["first_loss"]) for seed, loss in of_arm.items()}
+        for arm, of_arm in ((arm, column("learning-rates", arm)) for arm in arms)
+    ]
+    best = {seed: min(losses[seed] for losses in capped) for seed in capped[0]}
+    return minus(average(*capped), best)
+
+
+def fitted(key: str, length: int) -> Callable[[dict], float | None]:
+    """A value of the fit at one of the lengths in degrees-of-freedom: 0 is the shortest, -1 the longest."""
+    return lambda run: run["fits"][length][key]
+
+
+def books(first: str, second: str) -> BY_SEED:
+    """The difference in loss between two arms of the comparison of 2.3M parameters, whose seeds are in order."""
+    arms = json.loads((ROOT / "benchmarks/results/books/results.json").read_text(encoding="utf-8"))
+    return {i: a["eval_loss"] - b["eval_loss"] for i, (a, b) in enumerate(zip(arms[first], arms[second]))}
+
+
+def distance(arm: str, remedy: str = "plain", weights: str = "raw", where: str = "beyond") -> BY_SEED:
+    """The distance from the correct distribution in set complement."""
+    return column("set-complement", arm, lambda run: run["trainings"][remedy][weights][f"{where}_distance"])
+
+
+def legal(arm: str, weights: str = "raw", where: str = "beyond") -> BY_SEED:
+    """The fraction of legal first choices in Othello."""
+    return column("othello", arm, lambda run: run["weights"][weights][f"legal_{where}"])
+
+
+def accuracy(arm: str, *fractions: float) -> BY_SEED:
+    """The test accuracy of a loss, averaged over fractions of wrong labels."""
+
+    def of_run(run: dict) -> float:
+        return statistics.fmean(x["accuracy"] for x in run["by_share"] if x["share"] in fractions)
+
+    return column("noisy-labels", arm, of_run)
+
+
+def passed(arm: str, thinking: str, attempts: int) -> BY_SEED:
+    """pass@k of a model in soft-thinking."""
+    return column("soft-thinking", arm, lambda run: run[thinking][str(attempts)])
+
+
+# Checks
+
+
+def row(
+    start: str, differences: BY_SEED, sign: int, digits: int = 3, margin: float | None = None, page=CLAIMS
+) -> Check:
+    """A row of a table, which starts with a claim, from its effect to its verdict."""
+    figures = [*effect(differences, digits), str(len(differences)), judge(differences, sign, margin)]
+    return Check(page, f"|{start}*|{{}} ({{}} to {{}})|{{}}|<verdict>|", figures)
+
+
+def loss_row(start: str, differences: BY_SEED, sign: int = -1) -> Check:
+    """A row on losses, which can be equal within the margin."""
+    return row(start, differences, sign, margin=MARGIN)
+
+
+def each_run(start: str, figures: Sequence[str], num_seeds: int, verdict: str) -> Check:
+    """A row on a claim about every run, which has no interval."""
+    return Check(
+        CLAIMS,
+        f"|{start}*|{', '.join('{}' for _ in figures)}|{{}}|<verdict>|",
+        [*figures, str(num_seeds), verdict],
+    )
+
+
+def integers(values: BY_SEED) -> list[str]:
+    """The values of all seeds in their order, rounded."""
+    return [decimal(values[seed], 0) for seed in sorted(values)]
+
+
+def prose(page: str, text: str, *figures: str | float) -> Check:
+    """A piece of a sentence."""
+    return Check(page, text, [x if isinstance(x, str) else f"{x:,}" for x in figures])
+
+
+RATES = ("0.001", "0.003", "0.01", "0.03", "0.1")
+
+
+def checks_of_logits() -> list[Check]:
+    """Are attention logits kept small?"""
+    ls, mhsa = (column("long-training", arm, "max_logit") for arm in ("ls", "mhsa"))
+    is_shown = min(mhsa.values()) > 200 and max(ls.values()) < 50
+    diverged = [str(sum(run["diverged"] for run in results("long-training")[arm].values())) for arm in ("mhsa", "ls")]
+    hot, cool = (column("learning-rates", f"{arm}-lr0.03", "max_logit") for arm in ("mhsa", "ls"))
+    below = column("learning-rates", "mhsa-lr0.01", "max_logit")
+    assert min(hot.values()) > 100 > min(below.values()), "0.03 must be the lowest rate at which `mhsa` passes 100"
+    at_hot = (
+        "supported" if max(cool.values()) < 100 else "contradicted" if min(cool.values()) > 100 else "inconclusive"
+    )
+    above = [
+        rate
+        for rate in RATES
+        if interval(difference("learning-rates", f"ls-lr{rate}", f"mhsa-lr{rate}", "max_logit"))[1] > 0
+    ]
+    return [
+        each_run(
+            "[20,000 steps]*above 200",
+            [*integers(mhsa), *integers(ls)],
+            2,
+            "supported" if is_shown else "inconclusive",
+        ),
+        each_run(
+            "All of these runs of `mhsa` diverge",
+            diverged,
+            2,
+            "supported" if diverged == ["2", "0"] else "inconclusive",
+        ),
+        row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 1),
+        each_run("[Rate 0.03]", integers(cool), 3, at_hot),
+        prose(CLAIMS, "wholly above 0 at the rates {}, {} and {} (of five)", *above),
+        row("[RoPE]*largest logit", difference("positions", "ls-rope", "mhsa-rope", "max_logit"), -1, 1),
+        row("No positions: largest logit", difference("positions", "ls-none", "mhsa-none", "max_logit"), -1, 1),
+        prose(
+            README,
+            "the largest reaches {} and {} with ordinary attention, {} and {} with LS-attention",
+            *integers(mhsa),
+            *integers(ls),
+        ),
+        row("[2,048 tokens", difference("lengths", "mhsa-n2048", "mhsa-n64", "max_logit"), 1, 1),
+    ]
+
+
+def checks_of_losses() -> list[Check]:
+    """Is the loss lower, and for how long?"""
+    study = "stabilizers"
+    ls, mhsa, sinks = (best_rate("learning-rates", name, RATES) for name in ("ls", "mhsa", "ls-sinks"))
+    with_norm, norm_on_top, alone = (best_rate(study, x, RATES[1:4]) for x in ("mhsa-qknorm", "ls-qknorm", "ls"))
+    stabilized = [best_rate(study, f"mhsa-{x}", RATES[1:4]) for x in ("qknorm", "softcap", "zloss", "qkclip", "adagc")]
+    assert with_norm == lowest(study, stabilized), "QK-norm must be the best stabilizer of `mhsa`"
+    longest, shortest = (difference("lengths", f"mhsa-n{n}", f"ls-n{n}") for n in (2048, 64))
+    steps = (2004, 3006, 5010, 10020, 15030, 20000)
+    rows = [prose(CLAIMS, f"|{step:,}|{{}} ({{}} to {{}})|", *effect(gap_at(step))) for step in steps]
+    return [
+        loss_row("[Best rate of each]", difference("learning-rates", ls, mhsa)),
+        loss_row("[2.3M parameters]", books("ls", "mhsa")),
+        loss_row("[20,000 steps]*final validation loss", difference("long-training", "ls", "mhsa")),
+        *rows,
+        prose(
+            CLAIMS,
+            "From step 3,006 to 20,000 the lead shrank by {} ({} to {})",
+            *effect(minus(gap_at(20000), gap_at(3006))),
+        ),
+        prose(
+            CLAIMS,
+            "{} nats at step 3,006 and {} at 20,000",
+            *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
+        ),
+        prose(
+            README,
+            "shrinks from {} nats (natural logarithms) per token to {}, no",
+            *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
+        ),
+        loss_row("[RoPE]*lower loss", difference("positions", "ls-rope", "mhsa-rope")),
+        loss_row("No positions: lower loss", difference("positions", "ls-none", "mhsa-none")),
+        loss_row("Sinusoidal positions", difference("positions", "ls-sinusoidal", "mhsa-sinusoidal")),
+        loss_row("[Gain at 2,048 tokens", minus(longest, shortest), 1),
+        loss_row("No gain at 64 tokens", difference("lengths", "ls-n64", "mhsa-n64"), 0),
+        loss_row("[`mhsa` with QK-norm", difference(study, alone, with_norm)),
+        loss_row("QK-norm on top of `ls`", difference(study, norm_on_top, alone)),
+        loss_row("Learned sinks on top of `ls`", difference("learning-rates", sinks, ls)),
+        row("Sensitivity to the rate", minus(sensitivity("ls", RATES), sensitivity("mhsa", RATES)), -1),
+    ]
+
+
+def checks_of_heads() -> list[Check]:
+    """What do global heads do?"""
+    local, one = (best_rate("learning-rates", name, RATES) for name in ("local-only", "ls"))
+    grid, layers, tasks = "heads-and-windows", "heads-or-layers", "long-range"
+    assert lowest(grid, [f"g{count}" for count in range(2, 7)]) == "g3", "three heads must be the best other number"
+    assert lowest(grid, [f"w{window}" for window in (4, 8, 24, 48, 96, 256)]) == "w8", (
+        "8 must be the best other window"
+    )
+    whole_layer = lowest(layers, ("one-first-layer", "one-middle-layer", "one-last-layer"))
+    far = {arm: column(tasks, arm, "far_accuracy") for arm in results(tasks)}
+    worst = min(min(far[f"{task}-1"].values()) for task in ("recall", "copy", "needle"))
+    with_six = max((far[f"recall-6{rate}"] for rate in ("", "-lr0.001", "-lr0.004")), key=lambda x: sum(x.values()))
+    enough = [f"{math.floor(1000 * worst) / 10:g}%"]
+    return [
+        loss_row("[None]", minus(column("learning-rates", one), column("learning-rates", local))),
+        loss_row("None, [2.3M parameters]", books("ls", "local-only")),
+        loss_row("[Three instead of one]", difference(grid, "g3", "w12"), 0),
+        loss_row("Three instead of one, [RoPE]", difference(layers, "half-spread", "ls"), 0),
+        loss_row("Windows of 12", difference(grid, "w12", "w8"), 0),
+        loss_row("[Heads of one layer]", difference(layers, "one-spread", whole_layer)),
+        each_run("[Recall", enough, 3, "supported" if worst > 0.5 else "contradicted"),
+        row("Recall learned sooner", minus(far["recall-1"], with_six), 1),
+    ]
+
+
+def checks_of_lengths() -> list[Check]:
+    """Does it read more than it was trained on?"""
+
+    def loss_beyond(run: dict) -> float:
+        return run["beyond"]["4"] - run["beyond"]["1"]
+
+    lost = [minus(legal(f"{kind}-whole"), legal(f"{kind}-30")) for kind in ("ls", "mhsa")]
+    kept = {kind: column("lengths", f"{kind}-rope", loss_beyond) for kind in ("ls", "mhsa")}
+    return [
+        loss_row("[Text, RoPE", minus(kept["ls"], kept["mhsa"])),
+        loss_row("Text, no positions", difference("lengths", "ls-none", "mhsa-none", loss_beyond)),
+        row("[Set complement]", minus(distance("ls"), distance("mhsa")), -1),
+        row("[Othello]", minus(*lost), -1),
+        prose(
+            README,
+            "lose {} nats at 2,048 tokens with LS-attention, and {} with ordinary attention",
+            *(decimal(statistics.fmean(kept[kind].values()), 2) for kind in ("ls", "mhsa")),
+        ),
+    ]
+
+
+def checks_of_explanation() -> list[Check]:
+    """Is the paper's explanation right?"""
+    study, hidden = "degrees-of-freedom", "sparse-dependencies"
+    dense, windowed, sparse = "dense-local-causal", "dense-local-windowed", "sparse-causal"
+
+    def growth_of(key: str) -> BY_SEED:
+        return minus(column(study, dense, fitted(key, -1)), column(study, dense, fitted(key, 0)))
+
+    close, final, divergence = (fitted(key, -1) for key in ("max_logit_at_close_fit", "max_logit", "divergence"))
+    gains = [difference(hidden, f"mhsa{suffix}", f"ls{suffix}") for suffix in ("-hidden", "")]
+    return [
+        row("[Dense local attention]", growth_of("max_logit_at_close_fit"), 1, 1),
+        row("The same after all 2,000 steps (", growth_of("max_logit"), 1, 1),
+        row("A window makes smaller", difference(study, windowed, dense, final), -1, 1),
+        row("A window fits better", difference(study, windowed, dense, divergence), -1, 4),
+        row("Sparse attention needs smaller", difference(study, sparse, dense, close), -1, 1),
+        row("The same after all 2,000 steps: sparse", difference(study, sparse, dense, final), -1, 1),
+        row("[Half of the keys hidden]", difference(hidden, "mhsa-hidden", "mhsa", "max_logit"), -1, 1),
+        row("Hiding keys takes away", minus(*gains), -1),
+    ]
+
+
+def checks_of_tools() -> list[Check]:
+    """The pages on averages, losses and soft thinking, and the table of tools on the front page."""
+    checks = []
+    for name, title in (("attention-only", "single layer"), ("mhsa", "`mhsa`"), ("ls", "`ls`")):
+        plain = distance(name)
+        for weights in ("ema", "bema"):
+            gain = minus(distance(name, weights=weights), plain)
+            checks.append(row(f"{weights.upper()}, {title}", gain, -1, page=AVERAGING))
+        for remedy, label in (("dropout", "Dropout"), ("post-norm", "Post-norm")):
+            checks.append(row(f"{label}, {title}", minus(distance(name, remedy), plain), -1, page=AVERAGING))
+    for weights in ("ema", "bema"):
+        for where, moves in (("beyond", "31 to 60"), ("within", "2 to 30")):
+            gains = [minus(legal(arm, weights, where), legal(arm, "raw", where)) for arm in ("mhsa-30", "ls-30")]
+            checks.append(row(f"{weights.upper()}, moves {moves}", average(*gains), 1, page=AVERAGING))
+
+    wrong = (0.2, 0.4, 0.6)
+    for exponent in ("0.9", "0.7", "0.5"):
+        gain = minus(accuracy(f"e{exponent}", *wrong), accuracy("e1", *wrong))
+        checks.append(row(f"Wrong labels, `e = {exponent}`", gain, 1, page=AVERAGING))
+    for fraction, start in ((0.0, "No wrong labels, `e = 0.5`"), (0.2, "20% wrong labels"), (0.6, "60% wrong labels")):
+        gain = minus(accuracy("e0.5", fraction), accuracy("e1", fraction))
+        checks.append(row(start, gain, 1, page=AVERAGING))
+    for arm, title in (("gce", "generalized"), ("sce", "symmetric")):
+        checks.append(
+            row(f"Wrong labels, {title}", minus(accuracy("e0.5", *wrong), accuracy(arm, *wrong)), 1, page=AVERAGING)
+        )
+
+    def compare(start: str, first: tuple[str, str], second: tuple[str, str], attempts: int) -> Check:
+        return row(start, minus(passed(*first, attempts), passed(*second, attempts)), 1, page=SOFT)
+
+    none, soft, grpo, soft_grpo = ("none", "discrete"), ("none", "soft"), ("grpo", "discrete"), ("soft-grpo", "soft")
+    for attempts in (1, 32):
+        checks += [
+            compare(f"SofT-GRPO above GRPO, pass@{attempts}", soft_grpo, grpo, attempts),
+            compare(f"SofT-GRPO above no training, pass@{attempts}", soft_grpo, none, attempts),
+            compare(f"GRPO above no training, pass@{attempts}", grpo, none, attempts),
+        ]
+    checks.append(compare("Soft thinking above discrete thinking, no training, pass@1", soft, none, 1))
+
+    def percent(values: BY_SEED) -> str:
+        return decimal(100 * statistics.fmean(values.values()), 0)
+
+    at_first = [percent(passed(*method, 1)) for method in (soft_grpo, none, grpo)]
+    labels = [percent(accuracy(arm, 0.2)) for arm in ("e0.5", "e1", "sce")]
+    raw = [decimal(statistics.fmean(distance(name).values()), 3) for name in ("attention-only", "mhsa", "ls")]
+    trained = [distance("attention-only", weights=weights, where="trained") for weights in ("bema", "raw")]
+    finer = [decimal(100 * statistics.fmean(accuracy(arm, 0.2).values()), 1) for arm in ("e0.5", "e1", "gce", "sce")]
+    reached = (
+        "reaches {}% test accuracy, with cross-entropy {}%, with generalized cross-entropy {}%, and with symmetric"
+    )
+    checks.append(prose(AVERAGING, "{} for the single layer, {} for `mhsa` and {} for `ls`", *raw))
+    checks.append(prose(AVERAGING, "({} instead of {})", *(decimal(statistics.fmean(x.values()), 3) for x in trained)))
+    checks.append(prose(AVERAGING, f"{reached} cross-entropy {{}}%", *finer))
+    checks.append(prose(SOFT, "it answers {}% of them correctly", percent(passed(*none, 1))))
+    checks.append(prose(SOFT, "to {}%, and TRL's GRPO to {}%", at_first[0], at_first[2]))
+    checks.append(prose(README, "{}% correct instead of {}%; TRL's GRPO: {}%", *at_first))
+    checks.append(prose(README, "{}% instead of {}%; older losses: up to {}%", *labels))
+    return checks
+
+
+def checks_of_pages() -> list[Check]:
+    """All of them."""
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in (CLAIMS, AVERAGING, SOFT))
+    studies = set(re.findall(r"studies/results/([\w-]+)/report\.md", pages))
+    commits = [line["environment"]["commit"] for study in studies for line in lines_of(study)]
+    dirty = sum(commit.endswith("-dirty") for commit in commits)
+    return [
+        *checks_of_logits(),
+        *checks_of_losses(),
+        *checks_of_heads(),
+        *checks_of_lengths(),
+        *checks_of_explanation(),
+        *checks_of_tools(),
+        prose(CLAIMS, "{} of {} runs were made with uncommitted changes", dirty, len(commits)),
+    ]
+
+
+# Pages
+
+
+SECTIONS = {CLAIMS: None, README: ("What we found", "Tools for any model")}
+"""Where every number with a decimal point must be checked: on the whole page, or in some of its sections."""
+
+ROW = re.compile(rf"^\|([^|\n]*)\|.*\| *({'|'.join(VERDICTS)}) *\|$", re.MULTILINE)
+"""A row of a table that ends with a verdict."""
+
+
+def pattern(text: str) -> re.Pattern:
+    """A piece of a page as a regular expression, in which any white space is a space, and `*` the rest of a cell."""
+    parts = re.escape(text).replace(r"\*", r"[^|\n]*?").replace("<verdict>", r"([^|\n]+?)")
+    parts = parts.replace(r"\{\}", r"([^\s|()]+?)").replace(r"\ ", r"\s+").replace(r"\|", r" *\| *")
+    return re.compile(parts, re.MULTILINE)
+
+
+def find_faults(folder: Path = ROOT) -> list[Fault]:
+    """Compares the pages in a copy of the documentation with the results. Returns what does not agree."""
+    checks = checks_of_pages()
+    pages = {
+        page: (folder / page).read_text(encoding="utf-8") for page in dict.fromkeys(check.page for check in checks)
+    }
+    total, supported, contradicted, equal, inconclusive = count_verdicts(pages[CLAIMS])
+    checks.append(Check(CLAIMS, SCOREBOARD, [total, supported, contradicted, equal, inconclusive]))
+    checks.append(Check(README, SHORT_SCOREBOARD, [total, supported, contradicted, inconclusive]))
+    faults, covered = [], {page: [] for page in pages}
+    for page, text, figures in checks:
+        matches = list(pattern(text).finditer(pages[page]))
+        if len(matches) != 1:
+            faults.append(Fault(page, 1, f"{len(matches)} places, instead of one, read {text!r}; figures: {figures}"))
+            continue
+        covered[page].append(matches[0].span())
+        if list(matches[0].groups()) != list(figures):
+            says, line = ", ".join(matches[0].groups()), line_of(pages[page], matches[0].start())
+            faults.append(Fault(page, line, f"the page says {says}; the results say {', '.join(figures)} ({text!r})"))
+    for page, text in pages.items():
+        for start, what in figures_of(page, text):
+            if not any(first <= start < last for first, last in covered[page]):
+                faults.append(Fault(page, line_of(text, start), f"no check covers {what!r}"))
+    return faults
+
+
+SCOREBOARD = (
+    "Of {} comparisons that test the paper's claims, {} are supported, {} contradicted, {} equal within 0.05 nats and "
+    "{} inconclusive."
+)
+SHORT_SCOREBOARD = "of {} comparisons, {} support them, {} contradict them, and {} are inconclusive"
+
+
+def count_verdicts(page: str) -> list[str]:
+    """The number of rows on claims of the paper, and how many of them have each verdict."""
+    found = [verdict for claim, verdict in ROW.findall(page) if "(paper" in claim]
+    return [str(len(found)), *(str(found.count(verdict)) for verdict in VERDICTS)]
+
+
+def figures_of(page: str, text: str) -> list[tuple[int, str]]:
+    """What must be checked on a page, with its position: rows with a verdict, and numbers with a decimal point."""
+    found = [(match.start(), match[1].strip()) for match in ROW.finditer(text)]
+    if page in SECTIONS:
+        without_links = re.sub(
+            r"\]\([^)]*\)|`[^`]*`|```.*?```", lambda match: " " * len(match[0]), text, flags=re.DOTALL
+        )
+        spans = [section(text, title) for title in SECTIONS[page] or (None,)]
+        for match in re.finditer(r"\d[\d,]*\.\d+\w*", without_links):
+            if any(start <= match.start() < end for start, end in spans) and match[0] not in UNCHECKED:
+                found.append((match.start(), match[0]))
+    return found
+
+
+def section(text: str, title: str | None) -> tuple[int, int]:
+    """Where a section begins and ends; without a title, the whole page."""
+    if title is None:
+        return 0, len(text)
+    start = text.index(f"\n## {title}\n")
+    end = text.find("\n## ", start + 1)
+    return start, len(text) if end < 0 else end
+
+
+def line_of(text: str, position: int) -> int:
+    """The number of the line at a position, from 1."""
+    return text.count("\n", 0, position) + 1
+
+
+if __name__ == "__main__":
+    faults = find_faults()
+    print("\n".join(map(str, faults)) or "All figures agree with the results.")
+    sys.exit(bool(faults))

@@ -1,0 +1,110 @@
+"""Pages state what the results of the studies say, and the check finds figures that were changed."""
+
+import importlib.util
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def check_claims():
+    spec = importlib.util.spec_from_file_location("check_claims", ROOT / "docs" / "check_claims.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def copy(check_claims, tmp_path):
+    for page in (check_claims.CLAIMS, check_claims.AVERAGING, check_claims.SOFT, check_claims.README):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    return tmp_path
+
+
+def test_pages_state_what_the_results_say(check_claims):
+    assert "\n".join(map(str, check_claims.find_faults())) == ""
+
+
+def test_the_check_needs_none_of_the_studies_code(check_claims):
+    source = (ROOT / "docs" / "check_claims.py").read_text(encoding="utf-8")
+    imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
+    assert imported <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "change"),
+    [
+        ("docs/claims.md", "-0.161 (-0.217", "-0.171 (-0.217"),
+        ("docs/claims.md", "-0.105)|3|supported", "-0.105)|4|supported"),
+        ("docs/claims.md", "(0.036 to 0.083)|3|contradicted", "(0.036 to 0.083)|3|inconclusive"),
+        ("docs/claims.md", "301, 471, 39, 32", "301, 471, 39, 31"),
+        ("docs/claims.md", "6 are supported", "7 are supported"),
+        ("docs/claims.md", "|10,020|-0.100", "|10,020|-0.120"),
+        ("docs/claims.md", "0.06 at 20,000", "0.09 at 20,000"),
+        ("docs/claims.md", "128 of 544 runs", "12 of 544 runs"),
+        ("docs/claims.md", "a tenth of a\nnat.", "a tenth of a\nnat, so 0.713 more."),
+        ("docs/claims.md", "|15,030|", "|A new claim (ours)|1.3|3|supported|\n|15,030|"),
+        ("docs/averaging-and-losses.md", "0.331 for `mhsa`", "0.131 for `mhsa`"),
+        ("docs/averaging-and-losses.md", "(-0.029 to -0.010)", "(-0.029 to 0.010)"),
+        ("docs/soft-grpo.md", "to 83%", "to 84%"),
+        ("README.md", "0.44 with ordinary", "0.54 with ordinary"),
+        ("README.md", "301 and 471", "301 and 571"),
+    ],
+)
+def test_a_figure_that_was_changed_is_found(check_claims, copy, page, text, change):
+    path = copy / page
+    before = path.read_text(encoding="utf-8")
+    assert before.count(text) == 1
+    path.write_text(before.replace(text, change), encoding="utf-8")
+    lines = [(fault.page, fault.line) for fault in check_claims.find_faults(copy)]
+    where = before[: before.index(text)].count("\n") + 1
+    # A new verdict also changes the scoreboard, and a piece of a sentence may begin on the line before.
+    assert any(found == page and where - 1 <= line <= where + 1 for found, line in lines)
+
+
+def test_a_sentence_that_is_gone_is_found(check_claims, copy):
+    path = copy / "docs/claims.md"
+    path.write_text(path.read_text(encoding="utf-8").replace("|Sinusoidal", "|Sinus"), encoding="utf-8")
+    assert any("'|Sinusoidal" in fault.problem for fault in check_claims.find_faults(copy))
+
+
+def test_quantiles_are_those_of_students_t(check_claims):
+    for num_seeds, quantile in check_claims.QUANTILES.items():
+        freedom, steps = num_seeds - 1, 20_000
+        scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+        width = quantile / steps
+        density = [scale * (1 + (width * (i + 0.5)) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(steps)]
+        assert 0.5 + width * sum(density) == pytest.approx(0.975, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("differences", "sign", "margin", "verdict"),
+    [
+        ([-0.2, -0.3, -0.25], -1, None, "supported"),
+        ([-0.2, -0.3, -0.25], 1, None, "contradicted"),
+        ([-0.02, 0.01, 0.0], -1, 0.05, "equal within 0.05"),
+        ([-0.02, 0.01, 0.0], -1, None, "inconclusive"),
+        ([0.02, 0.021, 0.022], 0, 0.05, "equal within 0.05"),
+        ([0.2, 0.21, 0.22], 0, 0.05, "contradicted"),
+        ([-0.2, 0.21, 0.0], 0, 0.05, "inconclusive"),
+        ([-0.2, -math.inf, -0.2], -1, 0.05, "inconclusive"),
+        ([-math.inf, -math.inf, math.nan], -1, 0.05, "inconclusive"),  # the third diverged in both arms
+        ([-math.inf, -math.inf, -math.inf], -1, 0.05, "supported"),
+    ],
+)
+def test_verdicts(check_claims, differences, sign, margin, verdict):
+    assert check_claims.judge(dict(enumerate(differences)), sign, margin) == verdict
+
+
+def test_findings_are_short(check_claims):
+    assert len((ROOT / "docs" / "claims.md").read_text(encoding="utf-8").split()) <= 1200
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    start, end = check_claims.section(readme, "What we found")
+    assert len(readme[start:end].split()) <= 120
