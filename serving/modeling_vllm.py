@@ -306,7 +306,8 @@ def check_fits(name: str, weight: torch.Tensor, parameter: nn.Parameter | None):
         raise ValueError(
             f"a checkpoint's `quantization_config` must say which layers are quantized, and how; got `{name}` of type "
             f"{weight.dtype} for a layer that vLLM quantizes otherwise or not at all (list the layers that are not "
-            "quantized as the method prescribes, for compressed-tensors under `ignore`)"
+            "quantized, at least `lm_head`: for compressed-tensors under `ignore`, for AWQ under "
+            "`modules_to_not_convert`)"
         )
 
 

@@ -125,7 +125,9 @@ def save_quantized(folder, quantize, ignore=(), **changes):
         del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = CONFIGS[quantize] | {"ignore": ["lm_head", *ignore]}
+    # Without its own list, vLLM takes `self_attn` for a layer that AWQ left alone, as `self_attn.sinks` is a float.
+    key = "modules_to_not_convert" if quantize is awq else "ignore"
+    content["quantization_config"] = CONFIGS[quantize] | {key: ["lm_head", *ignore]}
     (folder / "config.json").write_text(json.dumps(content))
     return model
 
