@@ -10,6 +10,7 @@ Shapes: T tokens of all requests in a step, D `head_dim`, R the number of tensor
 import inspect
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
+from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
@@ -99,7 +101,7 @@ class LSGPTAttention(nn.Module):
         head_groups = config.head_groups[layer_idx]
         self.sinks = None
         if config.attention_sinks and LOCAL in head_groups:
-            # Rank r gets the r-th piece, as with its local heads; see `_in_rank_order`.
+            # Rank r gets the r-th piece, as with its local heads; see `in_rank_order`.
             self.sinks = nn.Parameter(torch.zeros(head_groups[LOCAL] // ranks), requires_grad=False)
             set_weight_attrs(self.sinks, {"weight_loader": sharded_weight_loader(0)})
 
@@ -261,34 +263,107 @@ class LSGPTModel(nn.Module):
         return self.norm(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint's tensors, and returns the names of the parameters that it filled."""
-        ranks = get_tensor_model_parallel_world_size()
-        weights = ((name, self._in_rank_order(name, weight, ranks)) for name, weight in weights)
+        """
+        Loads a checkpoint's tensors, and returns the names of the parameters that it filled.
+
+        Raises:
+            ValueError: If a tensor does not fit how vLLM quantizes its layer, or cannot be divided among the ranks.
+        """
         # For each name in a checkpoint, vLLM's fused layer and the part of it that the tensor fills.
         stacked: dict[str, tuple[str, str | int]] = {f".{name}_proj": (".qkv_proj", name) for name in "qkv"}
         if self.config.gated_mlp:
             stacked |= {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
-        return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_stacked=stacked))
+        mapper = WeightsMapper(orig_to_new_stacked=stacked)
+        ranks = get_tensor_model_parallel_world_size()
+        parameters = dict(self.named_parameters())
 
-    def _in_rank_order(self, name: str, weight: torch.Tensor, ranks: int) -> torch.Tensor:
-        """
-        Orders a projection's heads for tensor parallelism. vLLM gives the r-th contiguous piece of them to rank r, so
-        each piece must have its share of the global heads, followed by its share of the local ones.
-        """
-        match = re.fullmatch(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(weight|bias)", name)
-        if ranks == 1 or match is None or match[2] + match[3] == "obias":
-            return weight
-        config = self.config
-        groups = 1 if match[2] in "qo" else config.num_attention_heads // config.num_key_value_heads
-        counts = [num_heads // groups for num_heads in config.head_groups[int(match[1])].values()]
-        dim = 1 if match[2] == "o" else 0  # the output projection has the heads as its inputs
-        kinds = weight.unflatten(dim, (-1, config.head_dim)).split(counts, dim)
-        kinds = [kind.unflatten(dim, (ranks, -1)) for kind in kinds]
-        return torch.cat(kinds, dim + 1).flatten(dim, dim + 2)
+        def prepare():
+            for name, weight in weights:
+                parameter = parameters.get(mapper.map_name(name))
+                check_fits(name, weight, parameter)
+                yield name, in_rank_order(name, weight, parameter, self.config, ranks)
+
+        return AutoWeightsLoader(self).load_weights(prepare(), mapper=mapper)
 
 
-class LSGPTForCausalLM(nn.Module):
+def check_fits(name: str, weight: torch.Tensor, parameter: nn.Parameter | None):
+    """
+    Checks a checkpoint's tensor against the parameter that it is to fill. vLLM itself only warns if one of them is
+    quantized and the other is not.
+
+    Raises:
+        ValueError: If they do not fit, or the tensor belongs to a quantized key/value cache.
+    """
+    if re.fullmatch(r".*\.self_attn\.(attn\.|[qkv]_proj\.)?[qkv]_(scale|zero_point)", name):
+        raise ValueError(
+            f"a checkpoint must not have scales of the key/value cache; got `{name}` (quantize without "
+            "`kv_cache_scheme`; vLLM's option `--kv-cache-dtype` needs no scales)"
+        )
+    match = re.fullmatch(r".*\.(self_attn|mlp)\.\w+_proj\.(.+)", name)
+    if match is None or match[2] == "bias":  # GPTQ writes biases of zeros, which vLLM ignores
+        return
+    if parameter is None or (match[2] == "weight" and is_quantized(weight) != is_quantized(parameter)):
+        raise ValueError(
+            f"a checkpoint's `quantization_config` must say which layers are quantized, and how; got `{name}` of type "
+            f"{weight.dtype} for a layer that vLLM quantizes otherwise or not at all (list the layers that are not "
+            "quantized, at least `lm_head`: for compressed-tensors under `ignore`, for AWQ under "
+            "`modules_to_not_convert`)"
+        )
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Whether a matrix has integers or floating-point numbers of 8 bits."""
+    return not weight.is_floating_point() or weight.dtype.itemsize == 1
+
+
+def in_rank_order(
+    name: str, weight: torch.Tensor, parameter: nn.Parameter | None, config: LSGPTConfig, ranks: int
+) -> torch.Tensor:
+    """
+    Orders the heads in a tensor of an attention projection for tensor parallelism. vLLM gives the r-th contiguous
+    piece of them to rank r, so each piece must have its share of the global heads, followed by its share of the local
+    ones. This holds for matrices as for what quantization adds to them, such as scales; vLLM's `parameter` says which
+    of its axes is divided among the ranks.
+
+    Raises:
+        ValueError: If the tensor cannot be divided in this way.
+    """
+    match = re.fullmatch(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)", name)
+    if ranks == 1 or match is None or parameter is None or weight.numel() == 1 or match[3] == "weight_shape":
+        return weight
+    # The output projection has the heads as its inputs.
+    heads, others = ("input_dim", "output_dim") if match[2] == "o" else ("output_dim", "input_dim")
+    dim, other = getattr(parameter, heads, None), getattr(parameter, others, None)
+    if dim is None and other is not None and weight.numel() == weight.shape[other]:
+        return weight  # has no axis of heads
+    groups = 1 if match[2] in "qo" else config.num_attention_heads // config.num_key_value_heads
+    counts = [num_heads // groups for num_heads in config.head_groups[int(match[1])].values()]
+    if dim is not None:
+        # Entries along the axis cover this many channels each: 1, or more in packed integers and in groups' scales.
+        channels, size = sum(counts) * config.head_dim, weight.shape[dim]
+        width = Fraction(channels, size)
+        if getattr(parameter, "packed_dim", None) == dim:
+            width = Fraction(parameter.packed_factor)
+        # The pieces that keep their order are each rank's heads of one kind.
+        pieces = [Fraction(count // ranks * config.head_dim) / width for count in counts]
+        if size * width == channels and all(piece.denominator == 1 for piece in pieces):
+            kinds = weight.split([piece.numerator * ranks for piece in pieces], dim)
+            kinds = [kind.unflatten(dim, (ranks, -1)) for kind in kinds]
+            return torch.cat(kinds, dim + 1).flatten(dim, dim + 1)
+    raise ValueError(
+        f"`tensor_parallel_size` must be 1 for this checkpoint; got {ranks}, and `{name}` of shape "
+        f"{tuple(weight.shape)} cannot be divided among them, as it does not keep the heads of layer {match[1]} "
+        f"({', '.join(f'{count} {kind}' for kind, count in zip(config.head_groups[int(match[1])], counts))}, of "
+        f"{config.head_dim} channels each) apart: quantize with groups of at most `head_dim` channels, or one scale "
+        "for each channel"
+    )
+
+
+class LSGPTForCausalLM(nn.Module, SupportsQuant):
     """The decoder with a language-modelling head, with the methods that vLLM calls."""
+
+    # Where a checkpoint's `quantization_config` names layers, it names them as Transformers does.
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

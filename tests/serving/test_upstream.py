@@ -97,3 +97,59 @@ def test_support_torch_compile_compiles_by_the_names_of_forwards_arguments():
             return positions
 
     assert takes(Model, "vllm_config", "prefix")
+
+
+def test_get_impl_cls_names_the_class_that_takes_sinks():
+    """`supported_head_size` looks for `sinks` among its arguments."""
+    from vllm.model_executor.layers.attention import Attention  # noqa: PLC0415
+    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415
+        CPUAttentionBackend,
+        CPUAttentionBackendImpl,
+    )
+
+    assert CPUAttentionBackend.get_impl_cls() is CPUAttentionBackendImpl
+    assert "get_impl_cls()" in inspect.getsource(Attention)
+
+
+def test_model_config_has_hf_config():
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig  # noqa: PLC0415
+
+    assert {"hf_config", "max_model_len"} <= set(ModelConfig.__dataclass_fields__)
+    assert {"model_config", "parallel_config", "cache_config", "quant_config"} <= set(VllmConfig.__dataclass_fields__)
+    assert "tensor_parallel_size" in ParallelConfig.__dataclass_fields__
+
+
+def test_supports_quant_gives_a_quantization_the_names_of_fused_layers():
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: PLC0415
+    from vllm.model_executor.models.interfaces import SupportsQuant  # noqa: PLC0415
+
+    from lsgpt.serving.modeling_vllm import LSGPTForCausalLM  # noqa: PLC0415
+
+    fused = LSGPTForCausalLM.packed_modules_mapping
+
+    class Model(SupportsQuant):
+        packed_modules_mapping = fused
+
+        def __init__(self, quant_config):
+            pass
+
+    quant_config = Fp8Config()
+    assert Model(quant_config).quant_config is quant_config and quant_config.packed_modules_mapping == fused
+    parts = ["a.q_proj", "a.k_proj", "a.v_proj"]
+    assert should_ignore_layer("a.qkv_proj", parts, fused)
+    assert not should_ignore_layer("a.qkv_proj", parts, {})
+
+
+def test_parameters_say_which_axis_is_divided_among_the_ranks():
+    from vllm.model_executor import parameter  # noqa: PLC0415
+
+    columns, both = parameter.ChannelQuantScaleParameter, parameter.PackedvLLMParameter
+    assert hasattr(columns, "output_dim") and not hasattr(columns, "input_dim")
+    assert all(hasattr(both, name) for name in ("output_dim", "input_dim", "packed_dim", "packed_factor"))
+    assert not hasattr(parameter.PerTensorScaleParameter, "output_dim")
+
+
+def test_weights_mapper_maps_names():
+    mapper = WeightsMapper(orig_to_new_stacked={".q_proj": (".qkv_proj", "q")})
+    assert mapper.map_name("a.q_proj.weight") == "a.qkv_proj.weight"
