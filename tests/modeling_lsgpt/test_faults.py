@@ -1,4 +1,4 @@
-"""Cases that were silently wrong once: caches that are copied, documents beside a static cache, positions, gradients."""
+"""Cases that were silently wrong once: copies of caches, documents beside a static cache, positions, gradients."""
 
 import copy
 
@@ -145,7 +145,7 @@ def test_documents_that_come_as_lengths(tiny_model):
 
 def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config):
     model = tiny_model()
-    with pytest.raises(ValueError, match="must keep windows of 8 tokens.*layer 1 keeps 4"):
+    with pytest.raises(ValueError, match=r"must keep windows of 8 tokens.*layer 1 keeps 4"):
         model(torch.randint(97, (1, 9)), past_key_values=DynamicCache(config=tiny_config(sliding_window=4)))
 
 
@@ -179,7 +179,7 @@ def test_second_derivatives(tiny_model):
             gradient.square().sum().backward()
             assert weight.grad.isfinite().all() and weight.grad.any()
         else:
-            with pytest.raises(RuntimeError, match="derivative for .*attention.*backward is not implemented"):
+            with pytest.raises(RuntimeError, match=r"derivative for .*attention.*backward is not implemented"):
                 gradient.square().sum().backward()
 
 
