@@ -1,5 +1,6 @@
 """Base classes of studies, with their claims, arms, runs and verdicts, and functions that studies share."""
 
+import hashlib
 import json
 import math
 import statistics
@@ -20,6 +21,8 @@ from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
 from lsgpt.training.train import build_trainer, largest, load_texts, train
 from lsgpt.utilities import table
+
+from .comparisons import Bounds, Comparison, Sooner
 
 
 VERDICTS = ("seen", "not seen", "opposite", "open")
@@ -121,8 +124,15 @@ class Study(ABC):
     question: ClassVar[str]
     protocol: ClassVar[str]
     """What is run and measured, for the report."""
-    claims: ClassVar[dict[str, Claim]]
+    claims: ClassVar[dict[str, Claim]] = {}
+    comparisons: ClassVar[Mapping[str, Comparison | Bounds | Sooner]] = {}
+    """The claims as data, which are judged and worded by `lsgpt.studies.comparisons`."""
+    changes: ClassVar[str] = ""
+    """What was changed after results existed, for the report."""
+    earlier_criteria: ClassVar[tuple[str, ...]] = ()
+    """Digests of criteria that were in force when committed runs were made, and that `changes` tells about."""
     scales: ClassVar[dict[str, Scale]]
+    first_seed: ClassVar[int] = 42
 
     @abstractmethod
     def arms(self, scale: str) -> Mapping[str, Any]:
@@ -152,9 +162,20 @@ class Study(ABC):
             Values that JSON can represent, limited to what the report needs.
         """
 
+    def num_seeds(self, arm: str, scale: str) -> int:
+        """Number of seeds of an arm, if the command line does not say it."""
+        return self.scales[scale].num_seeds
+
+    def digest(self) -> str:
+        """Identifies the wording of all criteria. Every run records it, which shows that they are older."""
+        words = "\n".join(f"{key}: {item.claim} {item.criterion()}" for key, item in self.comparisons.items())
+        return hashlib.sha256(words.encode()).hexdigest()[:16]
+
     def describe(self) -> str:
         """Describes the study for the command line."""
-        claims = "\n".join(f"- {claim.text} ({claim.source})" for claim in self.claims.values())
+        texts = [(claim.text, claim.source) for claim in self.claims.values()]
+        texts += [(item.claim, item.source) for item in self.comparisons.values()]
+        claims = "\n".join(f"- {text} ({source})" for text, source in texts)
         sizes = "\n".join(
             f"--scale {name}: {len(self.arms(name))} arms, {scale.num_seeds} seeds, about {scale.hours:g} hours of "
             + ("two CPU cores" if name == "micro" else "a GPU (an estimate; nobody has run it)")
@@ -163,9 +184,9 @@ class Study(ABC):
         arms = ", ".join(dict.fromkeys(arm for scale in self.scales for arm in self.arms(scale)))
         return f"{self.title}\n\n{self.question}\n\nClaims:\n{claims}\n\n{sizes}\n\nArms: {arms}"
 
-    @abstractmethod
     def judge(self, runs: Runs) -> dict[str, Finding]:
         """Judges each of `claims` by the runs. If this raises `NotRunError`, all of them stay open."""
+        return {}
 
     @abstractmethod
     def report(self, runs: Runs, folder: Path) -> str:
