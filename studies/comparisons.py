@@ -90,12 +90,28 @@ class Best(NamedTuple):
         return min(means, key=means.__getitem__)
 
 
-Side = str | Best | float
-"""An arm, the best of several, or a number."""
+class Across(NamedTuple):
+    """A number from several arms with the same seed, such as the difference of two."""
+
+    words: str
+    """What it is, after "of": "`ls` less `mhsa`"."""
+    arms: tuple[str, ...]
+    combine: Callable[[list[float]], float]
+
+
+def less(first: str, second: str) -> Across:
+    """The difference of two arms."""
+    return Across(f"`{first}` less `{second}`", (first, second), lambda values: values[0] - values[1])
+
+
+Side = str | Best | Across | float
+"""An arm, the best of several, a number from several arms, or a number."""
 
 
 def name_of(side: Side) -> str:
     """A side in words."""
+    if isinstance(side, Across):
+        return side.words
     if isinstance(side, Best):
         return f"`{side.name}` {side.what}"
     return f"`{side}`" if isinstance(side, str) else f"{side:g}"
@@ -135,7 +151,7 @@ class Comparison:
         of = "" if isinstance(self.first, float | int) else f"{self.metric.words} of "
         subject = f"{of}{name_of(self.first)}"
         against = name_of(self.second)
-        if isinstance(self.second, str | Best):
+        if not isinstance(self.second, float | int):
             against = f"that of {against}" if other == self.metric and of else f"{other.words} of {against}"
         if isinstance(self.margin, float | int):
             margin = f"{self.margin:g}"
@@ -178,7 +194,7 @@ class Comparison:
             return Finding(OPEN)
         by_seed = [[values[seed] if values is not None else side for seed in seeds] for side, values in sides]
         figures = [
-            f"{format_values(values, metric.digits)} for `{arm}`"
+            f"{format_values(values, metric.digits)} for {arm}{f', {metric.words}' if self.second_metric else ''}"
             for values, (_, metric), (arm, taken) in zip(by_seed, self._sides(), sides)
             if taken is not None
         ]
@@ -359,8 +375,12 @@ def _values(side: Side, metric: Metric, runs: Mapping[str, Sequence[dict]]) -> t
     """The arm of a side and its values by seed, or the number that it is."""
     if isinstance(side, float | int):
         return float(side), None
+    if isinstance(side, Across):
+        by_arm = [{run["seed"]: metric.of(run) for run in runs[arm]} for arm in side.arms]
+        seeds = set.intersection(*map(set, by_arm))
+        return side.words, {seed: side.combine([values[seed] for values in by_arm]) for seed in seeds}
     arm = side.choose(runs) if isinstance(side, Best) else side
-    return arm, {run["seed"]: metric.of(run) for run in runs[arm]}
+    return f"`{arm}`", {run["seed"]: metric.of(run) for run in runs[arm]}
 
 
 def _needed(num_seeds: int) -> str:

@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .comparisons import LOSS, NEGLIGIBLE, Comparison, Metric, format_values
 from .measurements import load, losses_by_context
+from .plots import plot
 from .study import Runs, Scale, TrainingStudy, mean, thin, validation_blocks
 
 
@@ -217,8 +217,8 @@ all validation text (about a million tokens); the loss with the context cut is t
             for arm, of_arm in runs.items()
         }
         label = "training loss (nats per token)"
-        plot_curves(folder / "seconds.png", seconds, "seconds of one core", label)
-        plot_curves(folder / "flops.png", flops, "operations (1e12)", label)
+        plot(folder / "seconds.png", seconds, "seconds of one core", label)
+        plot(folder / "flops.png", flops, "operations (1e12)", label)
         return (
             f"{table(rows, [*head, *(f'{n:,} tokens of context' for n in self.contexts)])}\n\n"
             "![Training loss over time](seconds.png)\n\n![Training loss over operations](flops.png)"

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
+from lsgpt.inspection import FIGURES, attention_statistics, head_figures
 from lsgpt.modeling_lsgpt import Visibility, attention_layers
-
-from .inspection import FIGURES, attention_statistics, head_figures
 
 
 PARTS = 8

@@ -16,7 +16,7 @@ from lsgpt.utilities import format_duration, table
 
 from .comparisons import LOSS
 from .registry import load_study
-from .study import NOT_RUN, Finding, NotRunError, Runs, Study
+from .study import Runs, Study
 
 
 RUNS_FILE = "runs.jsonl"
@@ -173,29 +173,8 @@ def read_runs(study: Study, folder: str | Path) -> Runs:
     return runs
 
 
-def judge(study: Study, runs: Runs) -> dict[str, Finding]:
-    """
-    Judges the study's claims by the seeds with which all arms have been run. Claims are open if arms are missing, or
-    if there are fewer than two such seeds.
-    """
-    seeds = [{run.get("seed") for run in of_arm} for of_arm in runs.values()]
-    common = set.intersection(*seeds) if seeds else set()
-    judged = Runs({arm: [run for run in of_arm if run.get("seed") in common] for arm, of_arm in runs.items()})
-    judged.scale = runs.scale
-    try:
-        findings = study.judge(judged)
-    except NotRunError:
-        findings = {}
-    return {name: findings.get(name, NOT_RUN) for name in study.claims}
-
-
-ABOUT_CLAIMS = """\
-What counts as seen and as the opposite was written down before the runs; anything else is not seen. The loss of a run
-that diverged counts as infinite. Where values are infinite, an arm is above another only if all of its own are, and
-none of the other's."""
-
 ABOUT_COMPARISONS = """\
-What follows the claims was written down before the runs. Effects are means of the differences, the first less the
+Effects are means of the differences, the first less the
 second, between runs with the same seed, with 95% intervals (Student's t). The loss of a run that diverged counts as
 infinite; where values are infinite, a verdict needs all runs of one arm and none of the other. A claim is open as long
 as its runs are missing."""
@@ -230,17 +209,7 @@ def write_report(study: Study, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
-    findings = {} if study.comparisons else judge(study, runs)
-    claims = (
-        word_comparisons(study, runs)
-        if study.comparisons
-        else "\n\n".join(
-            f"**{claim.text[0].upper()}{claim.text[1:]}** ({claim.source})\n\n"
-            f"- Seen: {claim.seen}\n- Opposite: {claim.opposite}\n- Found: {findings[name].figure}\n"
-            f"- Verdict: **{findings[name].verdict}**"
-            for name, claim in study.claims.items()
-        )
-    )
+    claims = word_comparisons(study, runs)
     seeds = {arm: len(values) for arm, values in runs.items()}
     scales = sorted({line["scale"] for line in lines})
     counts = sorted(set(seeds.values()))
@@ -250,13 +219,15 @@ def write_report(study: Study, folder: str | Path) -> Path:
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     seconds = sum(line["seconds"] for line in lines)
     changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""
+    except_for = ", except for the changes that are told below" if study.changes else ""
     report = f"""# {study.title}
 
 {study.question}
 
 ## Claims
 
-{ABOUT_COMPARISONS if study.comparisons else ABOUT_CLAIMS}
+Criteria were written down before the runs{except_for}.
+{ABOUT_COMPARISONS}
 
 {claims}
 

@@ -10,7 +10,6 @@ import numpy as np
 from transformers import TrainerCallback
 
 from lsgpt.configuration import load_preset
-from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
 from .comparisons import Best, Bounds, Limit, Metric, Sooner, format_steps
@@ -202,7 +201,7 @@ heads and the rate."""
                     curves[best] = [[(x, y) for x, y in run["far_accuracy"]] for run in runs[best]]
             plot = ""
             if curves:
-                plot_curves(folder / f"{task}.png", curves, "optimizer step", "accuracy of far answers")
+                plot(folder / f"{task}.png", curves, "optimizer step", "accuracy of far answers")
                 plot = f"\n\n![Accuracy of {task} at the best rates](#)".replace("#", f"{task}.png")
             sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}{plot}")
         return "\n\n".join(sections)
