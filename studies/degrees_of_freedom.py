@@ -108,18 +108,6 @@ depend on the number of steps; the comparison at an equally close fit was added 
             3,
             0.3,
         ),
-        "paper": Scale(
-            None,
-            {
-                "width": 64,
-                "window": 100,
-                "num_keys": 4,
-                "lengths": (256, 512, 1024, 2048, 4096, 8192),
-                "num_steps": 5000,
-            },
-            3,
-            0.6,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:

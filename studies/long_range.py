@@ -134,24 +134,6 @@ several tasks by one for each task."""
             3,
             0.8,
         ),
-        "paper": Scale(
-            None,
-            {
-                "preset": "paper-v1",
-                "config": {"vocab_size": 1024, "position_embedding_type": "rope"},
-                "global_heads": (0, 1, 2, 6),
-                "eval_rows": 512,
-                "options": {
-                    "max_steps": 20_000,
-                    "per_device_train_batch_size": 64,
-                    "learning_rate": 1e-3,
-                    "warmup_steps": 1000,
-                    "dataloader_num_workers": 1,
-                },
-            },
-            3,
-            40.0,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:

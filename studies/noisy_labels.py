@@ -22,11 +22,8 @@ from .streams import small_training
 from .study import Runs, Scale, Study, points
 
 
-DIGITS = "scikit-learn"
-"""Name of the dataset of handwritten digits in scikit-learn."""
-
 NUM_TRAINING_IMAGES = 400
-"""Number of images of `DIGITS` for training; all others are for testing."""
+"""Number of images for training; all others are for testing."""
 
 NUM_CLASSES = 10
 NUM_GREYS = 17
@@ -67,9 +64,9 @@ The cross-entropy gives most weight to the examples with the largest losses, and
 to a power below 1, it gives them less (arXiv:1902.06127). Does a classifier then become better, and does it cost
 anything where all labels are right?"""
     protocol = f"""\
-A classifier (`LSGPTForSequenceClassification`) reads handwritten digits pixel by pixel, in {NUM_GREYS} grey levels. At
-`micro` they are the 1,797 digits of scikit-learn, 8 x 8 pixels: {NUM_TRAINING_IMAGES} for the training, few enough to
-be learnt by heart, and the others for the test. At `paper` they are those of MNIST. Before the training 0, 20, 40, or
+A classifier (`LSGPTForSequenceClassification`) reads handwritten digits pixel by pixel, in {NUM_GREYS} grey levels:
+the 1,797 digits of scikit-learn, 8 x 8 pixels, {NUM_TRAINING_IMAGES} for the training, few enough to be learnt by
+heart, and the others for the test. Before the training 0, 20, 40, or
 60% of the training labels are replaced by one of the other nine, drawn at random; the test labels stay right. An arm
 is a loss: `e...` the cross-entropy to this power, `gce` generalized cross-entropy (q = 0.7), `sce` symmetric
 cross-entropy (alpha = 0.1, beta = 1, A = -4). Each run trains a new model for each share of wrong labels. In all arms,
@@ -115,7 +112,6 @@ Until all runs had been made, a claim was about two of three exponents, by two s
         "micro": Scale(
             None,
             {
-                "dataset": DIGITS,
                 "preset": "demo",
                 "config": {
                     "hidden_size": 48,
@@ -135,28 +131,6 @@ Until all runs had been made, a claim was about two of three exponents, by two s
             5,
             0.4,
         ),
-        "paper": Scale(
-            None,
-            {
-                "dataset": "ylecun/mnist",
-                "preset": "paper-v1",
-                "config": {
-                    "num_global_heads": 3,
-                    "sliding_window": 29,  # reaches the pixel above
-                    "max_position_embeddings": 784,
-                    "position_embedding_type": "learned",
-                },
-                "shares": (0.0, 0.2, 0.4, 0.6),
-                "options": {
-                    "max_steps": 20_000,
-                    "per_device_train_batch_size": 128,
-                    "learning_rate": 6e-4,
-                    "warmup_steps": 1000,
-                },
-            },
-            5,
-            150.0,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
@@ -165,7 +139,7 @@ Until all runs had been made, a claim was about two of three exponents, by two s
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
         """Checks that the images can be loaded, before the first run. Raises `ImportError` as `load_digits` does."""
-        load_digits(self.scales[scale].fields["dataset"])
+        load_digits()
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
         """Trains a model for each share of wrong labels, and measures its accuracy."""
@@ -173,7 +147,7 @@ Until all runs had been made, a claim was about two of three exponents, by two s
         config = load_preset(settings["preset"], vocab_size=PAD + 1, pad_token_id=PAD, **settings["config"])
         config.num_labels = NUM_CLASSES
         loss, run_folder = self.arms(scale)[arm], folder / arm / f"seed-{seed}"
-        digits = load_digits(settings["dataset"])
+        digits = load_digits()
         (images, labels), (test_images, test_labels) = digits["train"], digits["test"]
         by_share = []
         for share in settings["shares"]:
@@ -227,28 +201,16 @@ Until all runs had been made, a claim was about two of three exponents, by two s
 STUDY = NoisyLabels()
 
 
-def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def load_digits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
-    Loads images of digits, as sequences of pixels in `NUM_GREYS` grey levels, and their labels.
-
-    Args:
-        dataset: `DIGITS`, where all but `NUM_TRAINING_IMAGES` images are for testing; or the name on the Hub or the
-            folder of a dataset with the columns `image` and `label` and the splits `train` and `test`.
+    Loads scikit-learn's images of digits as sequences of pixels, and their labels.
 
     Returns:
-        The images `(N, n)` and the labels `(N,)` of each of the splits `train` and `test`.
+        The images `(N, n)` in `NUM_GREYS` grey levels and the labels `(N,)` of each of the splits `train` and `test`.
 
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    if dataset != DIGITS:
-        from datasets import load_dataset  # noqa: PLC0415 (for `paper` only)
-
-        return {
-            name: (np.stack([to_greys(image) for image in split["image"]]), np.array(split["label"]))
-            for name, split in load_dataset(dataset).items()
-            if name in ("train", "test")
-        }
     try:
         from sklearn.datasets import load_digits as load  # noqa: PLC0415 (an optional package)
         from sklearn.model_selection import train_test_split  # noqa: PLC0415
@@ -259,11 +221,6 @@ def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         images.astype(np.int64), labels, train_size=NUM_TRAINING_IMAGES, random_state=0, stratify=labels
     )
     return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
-
-
-def to_greys(image) -> np.ndarray:
-    """Converts a Pillow image to pixels `(rows * columns,)` from 0 (black) to `NUM_GREYS - 1` (white)."""
-    return np.rint(np.asarray(image.convert("L")).reshape(-1) * ((NUM_GREYS - 1) / 255)).astype(np.int64)
 
 
 def replace_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 from lsgpt.configuration import load_preset
@@ -32,9 +31,6 @@ WEIGHTS = {"raw": "as trained", "ema": "EMA", "bema": "BEMA"}
 """The sets of weights that are compared, and their names in tables and plots."""
 
 KINDS = {"mhsa": "multi-head attention", "ls": "LS-attention"}
-
-SHOWN_MOVE = 41
-"""The report shows the board before this move."""
 
 CLOSE = 0.005
 """The largest difference between shares that counts as none."""
@@ -158,29 +154,6 @@ each kind, with intervals by Student's t."""
             3,
             0.8,
         ),
-        "paper": Scale(
-            None,
-            {
-                "preset": "paper-v1",
-                "config": {
-                    "hidden_size": 384,
-                    "num_hidden_layers": 8,
-                    "sliding_window": 10,
-                    "position_embedding_type": "rope",
-                },
-                "averages": {"ema": {"decay": 0.999}, "bema": {"every_n_steps": 5}},
-                "eval_games": 10_000,
-                "options": {
-                    "max_steps": 50_000,
-                    "per_device_train_batch_size": 256,
-                    "learning_rate": 1e-3,
-                    "warmup_steps": 1000,
-                    "dataloader_num_workers": 1,
-                },
-            },
-            3,
-            8.0,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
@@ -215,21 +188,14 @@ each kind, with intervals by Student's t."""
         )
         generator = np.random.default_rng(SEED_OF_EVALUATION)
         games = [play(generator) for _ in range(settings["eval_games"])]
-        shown = next(game for game in games if len(game.moves) >= SHOWN_MOVE)
-        before = shown.moves[: SHOWN_MOVE - 1]
-
-        def look() -> dict:
-            return {**measure(model, games), "next_move": next_move(model, before)}
-
-        figures = {"raw": look()}
+        figures = {"raw": measure(model, games)}
         for kind, average in averages.items():
             with average.averaged_weights(model):
-                figures[kind] = look()
-        position = {"board": board_after(before), "legal": shown.legal[SHOWN_MOVE - 1]}
-        return {"weights": figures, "position": position, **values}
+                figures[kind] = measure(model, games)
+        return {"weights": figures, **values}
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Tables of shares of legal moves, plots of them over a game, and a board with the models' probabilities."""
+        """Tables of shares of legal moves, plots of them over a game,"""
         rows = [
             [
                 f"`{arm}`",
@@ -263,12 +229,6 @@ each kind, with intervals by Student's t."""
             f"### Raw weights\n\nEach curve is a seed. The arms `...-30` know the first {NUM_SHORT} moves only.\n\n"
             "![Share of legal first choices over the moves](legal.png)"
         )
-        plot_boards(folder / "board.png", {arm: of_arm[0] for arm, of_arm in runs.items()})
-        sections.append(
-            f"### A board\n\nA game before its move {SHOWN_MOVE}, and the probability that the models of the first "
-            "seed give to each square: the darker, the higher. Circles mark the legal moves.\n\n"
-            "![A board with the probabilities of the next move](board.png)"
-        )
         return "\n\n".join(sections)
 
 
@@ -299,18 +259,6 @@ def play(generator: np.random.Generator, num_moves: int = NUM_MOVES) -> Game:
         game.moves.append(move)
         game.legal.append(legal)
     return game
-
-
-def board_after(moves: Sequence[int]) -> str:
-    """The board after these moves, one character per square: `X` is black, who begins, `O` is white, `-` is empty."""
-    from rust_reversi import Board  # noqa: PLC0415 (an optional package)
-
-    board = Board()
-    for move in moves:
-        if board.is_pass():
-            board.do_pass()
-        board.do_move(move)
-    return board.get_board_line()
 
 
 def as_row(moves: Sequence[int], length: int) -> dict[str, np.ndarray]:
@@ -353,13 +301,6 @@ def measure(model: nn.Module, games: Sequence[Game], batch_size: int = 64) -> di
     return result
 
 
-@torch.no_grad()
-def next_move(model: nn.Module, moves: Sequence[int]) -> list[float]:
-    """The probability that the model gives to each square after these moves."""
-    logits = model(torch.tensor([moves], device=model.device)).logits
-    return rounded(logits[0, -1].float().softmax(-1))
-
-
 def rounded(values: torch.Tensor) -> list[float]:
     """Rounds values to as many digits as the report can use."""
     return [round(value, 5) for value in values.tolist()]
@@ -368,35 +309,3 @@ def rounded(values: torch.Tensor) -> list[float]:
 def over_moves(values: Sequence[float | None]) -> list[tuple[float, float]]:
     """A curve over the moves that are predicted, from the second on."""
     return points(list(enumerate(values, start=2)))
-
-
-def plot_boards(path: Path, runs: Mapping[str, dict]):
-    """
-    Draws a board for each run and set of weights: discs, shades for the probabilities of the next move, and circles on
-    the legal moves.
-    """
-    figure = Figure(figsize=(8.4, 0.2 + 2.6 * len(runs)), layout="constrained")
-    grid = figure.subplots(len(runs), len(WEIGHTS), squeeze=False)
-    shades = {
-        (arm, name): np.array(run["weights"][name]["next_move"], dtype=float).reshape(8, 8)
-        for arm, run in runs.items()
-        for name in WEIGHTS
-    }
-    darkest = max((x.max() for x in shades.values() if np.isfinite(x).all()), default=1.0)
-    for row, (arm, run) in zip(grid, runs.items()):
-        legal = run["position"]["legal"]
-        for axes, (name, label) in zip(row, WEIGHTS.items()):
-            shade = shades[arm, name]
-            image = axes.imshow(shade, cmap="Blues", vmin=0.0, vmax=darkest)
-            axes.set_title(f"{arm}, {label}: legal {shade.flat[legal].sum():.1%}", fontsize=9)
-            for square, disc in enumerate(run["position"]["board"]):
-                y, x = divmod(square, 8)
-                if disc != "-":
-                    axes.scatter(x, y, s=130, color="black" if disc == "X" else "white", edgecolors="black")
-                elif square in legal:
-                    axes.scatter(x, y, s=130, color="none", edgecolors="C3")
-            axes.set_xticks(range(8), "abcdefgh", fontsize=8)
-            axes.set_yticks(range(8), "12345678", fontsize=8)
-            axes.tick_params(length=0)
-    figure.colorbar(image, ax=grid, label="probability of the next move", shrink=0.6)
-    figure.savefig(path, dpi=150)

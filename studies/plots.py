@@ -77,9 +77,10 @@ def plot(path: str | Path, curves: Curves, xlabel: str, ylabel: str, log_x: bool
             axes.plot(xs, means, style, color=color, linewidth=1.6, marker=marker, markersize=3)
             if has_bands:
                 axes.fill_between(xs, lows, highs, color=color, alpha=0.12, linewidth=0)
-        points = middle or [point for line in lines for point in line if _can_draw(point[1], log_y)]
-        if points:
-            ends.append((points[-1][0], points[-1][1], label, color))
+        shown = [point for line in lines for point in line if _can_draw(point[1], log_y)]
+        last = middle[-1] if middle else shown[-1] if shown else None
+        if last:
+            ends.append((last[0], last[1], label, color))
     if log_x:
         axes.set_xscale("log", base=2)
         places = sorted({x for lines in curves.values() for line in lines for x, _ in line})

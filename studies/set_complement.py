@@ -165,35 +165,6 @@ differences. It was replaced by one claim for each of them, with intervals by St
             30,
             0.6,
         ),
-        "paper": Scale(
-            None,
-            {
-                "preset": "paper-v1",
-                "config": {
-                    "vocab_size": 64,
-                    "num_hidden_layers": 3,
-                    "sliding_window": 8,
-                    "initializer_range": 0.07,
-                },
-                "trained_length": 16,
-                "eval_rows": 2048,
-                "ranges": {
-                    "learning_rate": (1e-4, 3e-3),
-                    "weight_decay": (1e-3, 0.1),
-                    "dropout": (0.05, 0.4),
-                    "ema_horizon": (100, 4000),
-                    "bema_every_n_steps": (1, 30),
-                },
-                "options": {
-                    "max_steps": 20_000,
-                    "per_device_train_batch_size": 128,
-                    "warmup_steps": 1000,
-                    "dataloader_num_workers": 1,
-                },
-            },
-            30,
-            30.0,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:

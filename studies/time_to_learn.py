@@ -14,6 +14,7 @@ from lsgpt.utilities import table
 
 from .comparisons import Best, Bounds, Limit, Metric, Sooner, format_steps
 from .long_range import TASKS, answer
+from .plots import plot
 from .streams import train_on_stream
 from .study import SEED_OF_EVALUATION, Runs, Scale, Study
 
@@ -199,11 +200,11 @@ heads and the rate."""
                 if len(present) == len(RATES):
                     best = tuned(task, count).choose(runs)
                     curves[best] = [[(x, y) for x, y in run["far_accuracy"]] for run in runs[best]]
-            plot = ""
+            picture = ""
             if curves:
                 plot(folder / f"{task}.png", curves, "optimizer step", "accuracy of far answers")
-                plot = f"\n\n![Accuracy of {task} at the best rates](#)".replace("#", f"{task}.png")
-            sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}{plot}")
+                picture = f"\n\n![Accuracy of {task} at the best rates](#)".replace("#", f"{task}.png")
+            sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}{picture}")
         return "\n\n".join(sections)
 
 

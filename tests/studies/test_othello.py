@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from study_reports import report_of
 from transformers import set_seed
 
@@ -15,12 +14,9 @@ from lsgpt.studies import load_study
 from lsgpt.studies.othello import (
     NUM_MOVES,
     NUM_SHORT,
-    SHOWN_MOVE,
     as_row,
-    board_after,
     measure,
     play,
-    plot_boards,
 )
 
 
@@ -73,8 +69,6 @@ def test_games_keep_to_the_rules():
         assert not left
         assert game.legal == [legal for legal, _ in positions]
         assert all(move in legal for move, legal in zip(game.moves, game.legal))
-        for number in (0, 1, 2, 20, SHOWN_MOVE - 1, len(game.moves) - 1):
-            assert board_after(game.moves[:number]) == positions[number][1]
         all_passes += num_passes
     assert all_passes > 0
     assert len(games[0].moves) < NUM_MOVES and max(len(game.moves) for game in games) == NUM_MOVES
@@ -177,40 +171,9 @@ def test_othello_runs(tiny_study, tmp_path):
     expected = measure(untrained.eval(), games)
     assert {key: weights["bema"][key] for key in expected} == expected
 
-    position = runs["mhsa-30"][0]["position"]
-    assert position == runs["ls-whole"][0]["position"]
-    assert (position["legal"], position["board"]) == replay(games[0].moves)[0][SHOWN_MOVE - 1]
-    assert sum(weights["raw"]["next_move"]) == pytest.approx(1, abs=1e-3)
-
     # The report is made of what was written alone.
     text = report_of(tiny_study, runs, tmp_path / "report")
     assert text.count("Verdict: **open**") + text.count("Verdict: **inconclusive**") >= 7
-    assert "| `ls-whole` | BEMA |" in text and "### A board" in text
+    assert "| `ls-whole` | BEMA |" in text
     plots = [line.rpartition("(")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert len(plots) == 2 and all((tmp_path / "report" / plot).stat().st_size > 1000 for plot in plots)
-
-
-def test_a_board_has_discs_shades_and_circles_for_legal_moves(tmp_path):
-    def draw(board, legal, likely):
-        probabilities = [0.0] * 64
-        probabilities[likely] = 1.0
-        weights = {name: {"next_move": probabilities} for name in ("raw", "ema", "bema")}
-        plot_boards(
-            tmp_path / "board.png", {"ls-30": {"weights": weights, "position": {"board": board, "legal": legal}}}
-        )
-        return np.asarray(Image.open(tmp_path / "board.png").convert("RGB")).astype(int)
-
-    def share_of(image, color):
-        return (np.abs(image - color).max(-1) < 8).mean()
-
-    black, white, red, navy = (0, 0, 0), (255, 255, 255), (214, 39, 40), (8, 48, 107)
-    empty = "-" * 64
-    blacks, whites = draw("X" * 20 + empty[20:], [40], 50), draw("O" * 20 + empty[20:], [40, 41], 50)
-    assert share_of(blacks, black) - share_of(whites, black) > 0.02
-    assert share_of(whites, white) - share_of(blacks, white) > 0.02
-    first, second = draw(empty, [], 9), draw(empty, [], 18)
-    assert share_of(first, red) == 0 < share_of(blacks, red)
-    assert share_of(whites, red) == pytest.approx(2 * share_of(blacks, red), rel=0.1)
-    # The upper left corner of the likely square, without the bar of colours: b2 and c3.
-    places = [np.argwhere(np.abs(image[:, :300] - navy).max(-1) < 8).min(0) for image in (first, second)]
-    assert (places[0] < places[1]).all()
+    assert len(plots) == 1 and all((tmp_path / "report" / plot).stat().st_size > 1000 for plot in plots)

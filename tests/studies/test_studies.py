@@ -158,7 +158,8 @@ def test_committed_reports_are_made_of_committed_results(tmp_path, file):
 @pytest.mark.parametrize("name", GRIDS)
 def test_grids_run(tmp_path, monkeypatch, name):
     study = load_study(name)
-    arm = {"lengths": "ls-rope", "sparse-dependencies": "mhsa-hidden"}.get(name, list(study.arms("micro"))[-1])
+    special = {"lengths": "ls-rope", "heads-or-layers": "half-spread"}
+    arm = special.get(name, list(study.arms("micro"))[-1])
     fields = small_fields(block_size="64")
     if name == "lengths":  # its arms say how long blocks are
         overrides = {"position_embedding_type": "rope", "max_position_embeddings": 64}

@@ -71,8 +71,8 @@ def test_degrees_of_freedom_runs(tmp_path, monkeypatch):
     shrink(monkeypatch, study, width=4, window=6, lengths=(16, 32), num_steps=20)
     runs = {arm: [study.run(arm, seed, "micro", tmp_path, ()) for seed in SEEDS] for arm in study.arms("micro")}
     assert runs["dense-local-causal"][0] != runs["dense-local-causal"][1]
-    # The same seed gives the same numbers, and settings are all that distinguishes the scales.
-    assert runs["mixed-causal"][0] == study.run("mixed-causal", SEEDS[0], "paper", tmp_path, ())
+    # The same seed gives the same numbers.
+    assert runs["mixed-causal"][0] == study.run("mixed-causal", SEEDS[0], "micro", tmp_path, ())
     text = report_of(study, runs, tmp_path / "report")
     assert "| arm | n / d = 4 | n / d = 8 |" in text
     assert text.count("| `mixed-causal` |") == 3
@@ -226,10 +226,10 @@ def test_long_range_runs(tmp_path, monkeypatch):
         ("needle", 6, faster),
     ]
     assert study.run(f"needle-6-lr{faster:g}", 42, "micro", tmp_path, ())["curves"] != runs["needle-6"][0]["curves"]
-    # The same seed gives the same numbers, and settings are all that distinguishes the scales.
+    # The same seed gives the same numbers.
     same, again = (
         {**values, "near_accuracy": None}
-        for values in (runs["recall-1"][0], study.run("recall-1", 42, "paper", tmp_path, ()))
+        for values in (runs["recall-1"][0], study.run("recall-1", 42, "micro", tmp_path, ()))
     )
     assert again == same
     text = report_of(study, runs, tmp_path / "report")
