@@ -9,7 +9,7 @@ from lsgpt.configuration import load_arms
 from lsgpt.inspection import FIGURES
 from lsgpt.utilities import table
 
-from .comparisons import DOUBLINGS, LOGIT, LOSS, NEGLIGIBLE, Bounds, Comparison, Limit, Metric, format_values
+from .comparisons import DOUBLINGS, LOGIT, LOSS, NEGLIGIBLE, Bounds, Comparison, Limit, Metric, decide, format_values
 from .measurements import (
     load,
     losses_by_context,
@@ -112,7 +112,7 @@ class LongRuns(TrainingStudy):
         plot(folder / "position.png", by_position, "tokens of context in a block", "validation loss", log_x=True)
         sections = [
             over_steps(runs, folder),
-            f"### Loss over steps\n\n{self._loss_over_steps(runs)}",
+            f"### Loss over steps\n\n{self._loss_over_steps(runs)}\n\n{self._gaps(runs)}",
             f"### Loss with the context cut\n\n{self._by_context(runs)}\n\n![Loss over context](context.png)\n\n"
             "![Loss by position in a block](position.png)",
             f"### Parts of the logits\n\n{_parts_table(runs)}",
@@ -129,6 +129,36 @@ class LongRuns(TrainingStudy):
             for arm, of_arm in runs.items()
         ]
         return table(rows, ["arm, validation loss", *(f"step {step:,}" for step in self.steps)])
+
+    def _gaps(self, runs: Runs) -> str:
+        """The gaps of the validation losses with their intervals, and what they would become if they went on."""
+        *_, before, last = self.steps
+        rows = []
+        for arm, other in ((arm, arm.replace("mhsa", "ls")) for arm in runs if arm.startswith("mhsa")):
+            losses = [{run["seed"]: run["validation"] for run in runs.get(name, ())} for name in (arm, other)]
+            seeds = sorted(losses[0].keys() & losses[1].keys())
+            by_step = {
+                step: [number(losses[0][seed][str(step)]) - number(losses[1][seed][str(step)]) for seed in seeds]
+                for step in self.steps
+            }
+            if seeds and all(math.isfinite(x) for gaps in by_step.values() for x in gaps):
+                doublings = math.log2(last / before)
+                ahead = [
+                    [gap + (gap - earlier) * 2 / doublings for earlier, gap in zip(by_step[before], by_step[last])],
+                    [
+                        gap * (gap / earlier) ** (2 / doublings) if gap * earlier > 0 else gap
+                        for earlier, gap in zip(by_step[before], by_step[last])
+                    ],
+                ]
+                rows.append([f"`{arm}` - `{other}`", *map(_with_interval, [*by_step.values(), *ahead])])
+        if not rows:
+            return ""
+        head = ["gap", *(f"step {step:,}" for step in self.steps), f"step {4 * last:,}, linear", "the same, geometric"]
+        return (
+            f"{table(rows, head)}\n\nWith 95% intervals (Student's t). The last two columns are no measurements: they "
+            f"go on as from step {before:,} to step {last:,} for two more doublings, with the same difference for each "
+            "doubling, or with the same ratio."
+        )
 
     def _by_context(self, runs: Runs) -> str:
         rows = [
@@ -154,6 +184,12 @@ class LongRuns(TrainingStudy):
 
     window = 12
     """The window of local heads, in tokens: keys outside it are far."""
+
+
+def _with_interval(values: list[float]) -> str:
+    finding = decide(values, [0.0] * len(values), False, None)
+    interval = f" ({finding.low:.3f} to {finding.high:.3f})" if math.isfinite(finding.low) else ""
+    return f"{finding.effect:.3f}{interval}"
 
 
 def over_steps(runs: Runs, folder: Path) -> str:

@@ -9,6 +9,7 @@ import fresh
 import numpy as np
 import pytest
 import torch
+from study_reports import report_of
 
 import lsgpt
 import lsgpt_cli
@@ -187,6 +188,9 @@ def test_long_runs_measure_their_checkpoints(tmp_path, monkeypatch):
     assert run["validation"]["4"] == pytest.approx(run["eval_loss"], abs=0.2)
     assert all(abs(loss - run["eval_loss"]) < 0.5 for loss in run["by_context"].values())
     assert run["looks"]["is_local"] == [[False] + [True] * 5]
+    text = report_of(study, runs, tmp_path / "report")
+    gap = np.mean([a["validation"]["4"] - b["validation"]["4"] for a, b in zip(runs["mhsa-rope"], runs["ls-rope"])])
+    assert f"{gap:.3f} (" in text and "step 16, linear" in text and "### Where heads look" in text
     top, position, content = (np.array(run["parts"][key]) for key in ("max_logit", "max_position", "max_content"))
     assert (top <= position + content + 1e-3).all() and (np.array(run["parts"]["position_share"]) <= 1).all()
 
