@@ -156,8 +156,8 @@ class LongRuns(TrainingStudy):
         head = ["gap", *(f"step {step:,}" for step in self.steps), f"step {4 * last:,}, linear", "the same, geometric"]
         return (
             f"{table(rows, head)}\n\nWith 95% intervals (Student's t). The last two columns are no measurements: they "
-            f"go on as from step {before:,} to step {last:,} for two more doublings, with the same difference for each "
-            "doubling, or with the same ratio."
+            f"go on as from step {before:,} to step {last:,} for two more doublings, with the same difference for "
+            "each doubling, or with the same ratio."
         )
 
     def _by_context(self, runs: Runs) -> str:
