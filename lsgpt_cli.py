@@ -412,7 +412,7 @@ def _check_positions(config, prompt_length: int, max_new_tokens: int):
 
 def _inspect(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
-    from lsgpt.studies.inspection_report import FILES, format_kinds, inspect_heads
+    from lsgpt.inspection.report import FILES, format_kinds, inspect_heads
 
     tokenizer, model = _load(args.model)
     name = os.path.normpath(args.model)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -18,15 +19,18 @@ def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
     # With large logits, many probabilities are below 1e-38, where float32 is denormal and attention on a CPU takes
     # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
-    start = time.perf_counter()
-    values = load_study(name).run(arm, int(seed), scale, Path(folder), fields)
+    start, environment = time.perf_counter(), describe_environment()  # the commit that the run begins with
+    study = load_study(name)
+    values = study.run(arm, int(seed), scale, Path(folder), fields)
     line = {
         "arm": arm,
         "seed": int(seed),
         "scale": scale,
         "fields": list(fields),
         "seconds": round(time.perf_counter() - start, 1),
-        "environment": describe_environment(),
+        "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "criteria": study.digest(),
+        "environment": environment,
         "values": values,
     }
     file = result_file(Path(folder), arm, int(seed))

@@ -14,18 +14,16 @@ from lsgpt import LSGPTConfig, LSGPTForSequenceClassification
 from lsgpt.configuration import load_preset
 from lsgpt.training import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
 from lsgpt.training.losses import LossFunction
-from lsgpt.training.plots import plot_curves
 from lsgpt.utilities import table
 
+from .comparisons import Best, Comparison, Metric, format_values
+from .plots import plot
 from .streams import small_training
-from .study import Claim, Finding, Runs, Scale, Study, differences, format_values, is_below, points, verdict_below
+from .study import Runs, Scale, Study, points
 
-
-DIGITS = "scikit-learn"
-"""Name of the dataset of handwritten digits in scikit-learn."""
 
 NUM_TRAINING_IMAGES = 400
-"""Number of images of `DIGITS` for training; all others are for testing."""
+"""Number of images for training; all others are for testing."""
 
 NUM_CLASSES = 10
 NUM_GREYS = 17
@@ -47,6 +45,15 @@ CLOSE = 0.01
 """The largest difference in accuracy that counts as none."""
 
 
+def mean_accuracy(run: dict, is_noisy: bool) -> float:
+    """The test accuracy of a run: its mean over all shares of wrong labels above 0, or that without wrong labels."""
+    return statistics.fmean(fit["accuracy"] for fit in run["by_share"] if (fit["share"] > 0) == is_noisy)
+
+
+RIGHT = Metric("the test accuracy without wrong labels", lambda run: mean_accuracy(run, False))
+WRONG = Metric("the test accuracy over 20, 40 and 60% of wrong labels", lambda run: mean_accuracy(run, True))
+
+
 class NoisyLabels(Study):
     """Exponentiated losses on images of digits, of which 0 to 60% have wrong labels in training."""
 
@@ -57,42 +64,54 @@ The cross-entropy gives most weight to the examples with the largest losses, and
 to a power below 1, it gives them less (arXiv:1902.06127). Does a classifier then become better, and does it cost
 anything where all labels are right?"""
     protocol = f"""\
-A classifier (`LSGPTForSequenceClassification`) reads handwritten digits pixel by pixel, in {NUM_GREYS} grey levels. At
-`micro` they are the 1,797 digits of scikit-learn, 8 x 8 pixels: {NUM_TRAINING_IMAGES} for the training, few enough to
-be learnt by heart, and the others for the test. At `paper` they are those of MNIST. Before the training 0, 20, 40, or
+A classifier (`LSGPTForSequenceClassification`) reads handwritten digits pixel by pixel, in {NUM_GREYS} grey levels:
+the 1,797 digits of scikit-learn, 8 x 8 pixels, {NUM_TRAINING_IMAGES} for the training, few enough to be learnt by
+heart, and the others for the test. Before the training 0, 20, 40, or
 60% of the training labels are replaced by one of the other nine, drawn at random; the test labels stay right. An arm
 is a loss: `e...` the cross-entropy to this power, `gce` generalized cross-entropy (q = 0.7), `sce` symmetric
 cross-entropy (alpha = 0.1, beta = 1, A = -4). Each run trains a new model for each share of wrong labels. In all arms,
 runs with the same seed share initial weights, order of the examples, and wrong labels, and differences are taken seed
 by seed. The accuracy is that of the last step: nothing chooses an earlier one."""
-    claims = {
-        "wrong": Claim(
-            "with wrong labels, an exponent below 1 gives a higher accuracy on clean data",
-            "paper (arXiv:1902.06127)",
-            "with at least two of the three exponents, the test accuracy, averaged over 20, 40 and 60% of wrong "
-            "labels, is above that of the cross-entropy by more than two standard errors of the difference",
-            "with at least two of them, it is below by more than that",
-        ),
-        "right": Claim(
-            "without wrong labels, an exponent below 1 costs nothing",
+    changes = """\
+Until all runs had been made, a claim was about two of three exponents, by two standard errors of the differences, and
+"costs nothing" about means alone. It was replaced by one claim for each exponent, with intervals by Student's t."""
+    comparisons = {
+        **{
+            f"wrong-{arm}": Comparison(
+                f"with wrong labels, the exponent {arm[1:]} gives a higher accuracy on clean data",
+                "paper (arXiv:1902.06127)",
+                WRONG,
+                CROSS_ENTROPY,
+                arm,
+                margin=CLOSE,
+            )
+            for arm in EXPONENTIATED
+        },
+        **{
+            f"right-{arm}": Comparison(
+                f"without wrong labels, the exponent {arm[1:]} costs nothing",
+                "ours",
+                RIGHT,
+                arm,
+                CROSS_ENTROPY,
+                equal=True,
+                margin=CLOSE,
+            )
+            for arm in EXPONENTIATED
+        },
+        "baselines": Comparison(
+            "with wrong labels, the exponentiated loss does better than generalized and symmetric cross-entropy",
             "ours",
-            "with each of the three exponents, the mean accuracy is below that of the cross-entropy by at most "
-            f"{CLOSE:g}",
-            "with at least two of them, it is below by more than that, and by more than two standard errors",
-        ),
-        "baselines": Claim(
-            "the exponentiated loss does as well as generalized and symmetric cross-entropy",
-            "ours",
-            "the mean accuracy, averaged over 20, 40 and 60% of wrong labels, with the best of the three exponents is "
-            f"below that of the better of the two by at most {CLOSE:g}",
-            "it is below by more than that, and by more than two standard errors",
+            WRONG,
+            Best("gce or sce", BASELINES, WRONG, -1, "whichever is better,"),
+            Best("e0.9 to e0.5", tuple(EXPONENTIATED), WRONG, -1, "at the best exponent"),
+            margin=CLOSE,
         ),
     }
     scales = {
         "micro": Scale(
             None,
             {
-                "dataset": DIGITS,
                 "preset": "demo",
                 "config": {
                     "hidden_size": 48,
@@ -112,28 +131,6 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
             5,
             0.4,
         ),
-        "paper": Scale(
-            None,
-            {
-                "dataset": "ylecun/mnist",
-                "preset": "paper-v1",
-                "config": {
-                    "num_global_heads": 3,
-                    "sliding_window": 29,  # reaches the pixel above
-                    "max_position_embeddings": 784,
-                    "position_embedding_type": "learned",
-                },
-                "shares": (0.0, 0.2, 0.4, 0.6),
-                "options": {
-                    "max_steps": 20_000,
-                    "per_device_train_batch_size": 128,
-                    "learning_rate": 6e-4,
-                    "warmup_steps": 1000,
-                },
-            },
-            5,
-            150.0,
-        ),
     }
 
     def arms(self, scale: str) -> Mapping[str, Any]:
@@ -142,7 +139,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
         """Checks that the images can be loaded, before the first run. Raises `ImportError` as `load_digits` does."""
-        load_digits(self.scales[scale].fields["dataset"])
+        load_digits()
 
     def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
         """Trains a model for each share of wrong labels, and measures its accuracy."""
@@ -150,7 +147,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
         config = load_preset(settings["preset"], vocab_size=PAD + 1, pad_token_id=PAD, **settings["config"])
         config.num_labels = NUM_CLASSES
         loss, run_folder = self.arms(scale)[arm], folder / arm / f"seed-{seed}"
-        digits = load_digits(settings["dataset"])
+        digits = load_digits()
         (images, labels), (test_images, test_labels) = digits["train"], digits["test"]
         by_share = []
         for share in settings["shares"]:
@@ -165,28 +162,6 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
             by_share.append(fit | ({"memorized": float(gives_back[is_wrong].mean())} if is_wrong.any() else {}))
         return {"by_share": by_share}
 
-    def judge(self, runs: Runs) -> dict[str, Finding]:
-        """Judges each of `claims`."""
-        right, wrong = (
-            {arm: [mean_accuracy(run, is_noisy) for run in runs.of(arm)] for arm in self.arms(runs.scale)}
-            for is_noisy in (False, True)
-        )
-        best, baseline = (max(arms, key=lambda arm: sum(wrong[arm])) for arms in (EXPONENTIATED, BASELINES))
-        return {
-            "wrong": Finding(
-                _list("accuracy with wrong labels", wrong, (CROSS_ENTROPY, *EXPONENTIATED)),
-                judge_gains([differences(wrong[arm], wrong[CROSS_ENTROPY]) for arm in EXPONENTIATED]),
-            ),
-            "right": Finding(
-                _list("accuracy without wrong labels", right, (CROSS_ENTROPY, *EXPONENTIATED)),
-                judge_costs([differences(right[CROSS_ENTROPY], right[arm]) for arm in EXPONENTIATED], CLOSE),
-            ),
-            "baselines": Finding(
-                _list("accuracy with wrong labels", wrong, (best, *BASELINES)),
-                judge_costs([differences(wrong[baseline], wrong[best])], CLOSE),
-            ),
-        }
-
     def report(self, runs: Runs, folder: Path) -> str:
         """Test accuracy by loss and share of wrong labels, and the shares of training labels that models give back."""
         shares = sorted({fit["share"] for of_arm in runs.values() for run in of_arm for fit in run["by_share"]})
@@ -194,7 +169,7 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
             arm: [points([(100 * fit["share"], fit["accuracy"]) for fit in run["by_share"]]) for run in of_arm]
             for arm, of_arm in runs.items()
         }
-        plot_curves(folder / "accuracy.png", curves, "wrong labels in the training (%)", "test accuracy")
+        plot(folder / "accuracy.png", curves, "wrong labels in the training (%)", "test accuracy")
         sections = ["![Test accuracy over the share of wrong labels](accuracy.png)"]
         for key, title in (
             ("accuracy", "Test accuracy"),
@@ -206,10 +181,12 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
                     f"`{arm}`",
                     *(
                         format_values(
-                            fit[key]
-                            for run in of_arm
-                            for fit in run["by_share"]
-                            if fit["share"] == share and key in fit
+                            [
+                                fit[key]
+                                for run in of_arm
+                                for fit in run["by_share"]
+                                if fit["share"] == share and key in fit
+                            ]
                         )
                         for share in shares
                     ),
@@ -224,28 +201,16 @@ by seed. The accuracy is that of the last step: nothing chooses an earlier one."
 STUDY = NoisyLabels()
 
 
-def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def load_digits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
-    Loads images of digits, as sequences of pixels in `NUM_GREYS` grey levels, and their labels.
-
-    Args:
-        dataset: `DIGITS`, where all but `NUM_TRAINING_IMAGES` images are for testing; or the name on the Hub or the
-            folder of a dataset with the columns `image` and `label` and the splits `train` and `test`.
+    Loads scikit-learn's images of digits as sequences of pixels, and their labels.
 
     Returns:
-        The images `(N, n)` and the labels `(N,)` of each of the splits `train` and `test`.
+        The images `(N, n)` in `NUM_GREYS` grey levels and the labels `(N,)` of each of the splits `train` and `test`.
 
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    if dataset != DIGITS:
-        from datasets import load_dataset  # noqa: PLC0415 (for `paper` only)
-
-        return {
-            name: (np.stack([to_greys(image) for image in split["image"]]), np.array(split["label"]))
-            for name, split in load_dataset(dataset).items()
-            if name in ("train", "test")
-        }
     try:
         from sklearn.datasets import load_digits as load  # noqa: PLC0415 (an optional package)
         from sklearn.model_selection import train_test_split  # noqa: PLC0415
@@ -256,11 +221,6 @@ def load_digits(dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         images.astype(np.int64), labels, train_size=NUM_TRAINING_IMAGES, random_state=0, stratify=labels
     )
     return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
-
-
-def to_greys(image) -> np.ndarray:
-    """Converts a Pillow image to pixels `(rows * columns,)` from 0 (black) to `NUM_GREYS - 1` (white)."""
-    return np.rint(np.asarray(image.convert("L")).reshape(-1) * ((NUM_GREYS - 1) / 255)).astype(np.int64)
 
 
 def replace_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -317,32 +277,3 @@ def classify(model: torch.nn.Module, images: np.ndarray, batch_size: int = 256) 
     """The most likely class of each image: `(N,)` for images `(N, n)`."""
     batches = torch.as_tensor(images, device=model.device).split(batch_size)
     return torch.cat([model(batch).logits.argmax(-1) for batch in batches]).cpu().numpy()
-
-
-def mean_accuracy(run: dict, is_noisy: bool) -> float:
-    """The test accuracy of a run: its mean over all shares of wrong labels above 0, or that without wrong labels."""
-    return statistics.fmean(fit["accuracy"] for fit in run["by_share"] if (fit["share"] > 0) == is_noisy)
-
-
-def _list(what: str, values: Mapping[str, list[float]], arms: Sequence[str]) -> str:
-    return f"{what}: " + ", ".join(f"{format_values(values[arm])} for `{arm}`" for arm in arms)
-
-
-def judge_gains(gains: Sequence[Sequence[float]]) -> str:
-    """
-    The verdict on gains, given for each arm and seed: `seen` if the mean gain is positive by more than two standard
-    errors in at least two arms, `opposite` if it is negative by as much in at least two arms.
-    """
-    verdicts = [verdict_below([0.0] * len(of_arm), of_arm) for of_arm in gains]
-    return next((verdict for verdict in ("seen", "opposite") if verdicts.count(verdict) >= 2), "not seen")
-
-
-def judge_costs(costs: Sequence[Sequence[float]], close: float) -> str:
-    """
-    The verdict on the claim that there is no cost: `seen` if no arm has a mean cost above `close`, `opposite` if the
-    mean costs of at least two arms, or of the only arm, are above both `close` and two standard errors.
-    """
-    if all(statistics.fmean(of_arm) <= close for of_arm in costs):
-        return "seen"
-    dear = sum(is_below([0.0] * len(of_arm), of_arm, close) for of_arm in costs)
-    return "opposite" if dear >= min(2, len(costs)) else "not seen"

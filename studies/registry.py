@@ -8,25 +8,26 @@ from .study import Study
 
 
 STUDIES = {
-    "degrees-of-freedom": "degrees_of_freedom",
-    "learning-rates": "learning_rates",
-    "stabilizers": "stabilizers",
-    "long-training": "long_training",
-    "heads-and-windows": "heads_and_windows",
-    "heads-or-layers": "heads_or_layers",
-    "positions": "positions",
-    "sparse-dependencies": "sparse_dependencies",
-    "lengths": "lengths",
-    "long-range": "long_range",
-    "where-heads-look": "where_heads_look",
-    "images": "images",
-    "set-complement": "set_complement",
-    "othello": "othello",
-    "noisy-labels": "noisy_labels",
-    "noisy-text": "noisy_text",
-    "soft-thinking": "soft_thinking",
+    "paper-size": "long_runs.PAPER_SIZE",
+    "positions-long": "long_runs.POSITIONS_LONG",
+    "equal-time": "equal_time.STUDY",
+    "time-to-learn": "time_to_learn.STUDY",
+    "long-training": "long_runs.LONG_TRAINING",
+    "learning-rates": "grid.LEARNING_RATES",
+    "stabilizers": "grid.STABILIZERS",
+    "heads-and-windows": "grid.HEADS_AND_WINDOWS",
+    "heads-or-layers": "grid.HEADS_OR_LAYERS",
+    "positions": "grid.POSITIONS",
+    "lengths": "grid.LENGTHS_STUDY",
+    "sparse-dependencies": "grid.SPARSE_DEPENDENCIES",
+    "degrees-of-freedom": "degrees_of_freedom.STUDY",
+    "long-range": "long_range.STUDY",
+    "set-complement": "set_complement.STUDY",
+    "othello": "othello.STUDY",
+    "noisy-labels": "noisy_labels.STUDY",
+    "soft-thinking": "soft_thinking.STUDY",
 }
-"""Maps names on the command line to modules, each of which has an instance of a subclass of `Study`, named `STUDY`."""
+"""Maps names on the command line to instances of subclasses of `Study`, each in its module."""
 
 
 def load_study(name: str) -> Study:
@@ -39,4 +40,5 @@ def load_study(name: str) -> Study:
     """
     if name not in STUDIES:
         raise ValueError(f"the study must be one of {', '.join(STUDIES)}; got {name!r}{suggest(name, STUDIES)}")
-    return importlib.import_module(f".{STUDIES[name]}", __package__).STUDY
+    module, attribute = STUDIES[name].split(".")
+    return getattr(importlib.import_module(f".{module}", __package__), attribute)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import math
 import os
 import sys
 import time
@@ -13,8 +14,9 @@ from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.processes import Command, run_commands
 from lsgpt.utilities import format_duration, table
 
+from .comparisons import LOSS
 from .registry import load_study
-from .study import NOT_RUN, Finding, NotRunError, Runs, Study
+from .study import Runs, Study
 
 
 RUNS_FILE = "runs.jsonl"
@@ -38,7 +40,7 @@ def run_study(
     Args:
         name: One of `STUDIES`.
         scale: One of the study's scales.
-        num_seeds: Number of seeds, counting up from 42; by default that of the scale.
+        num_seeds: Number of seeds, counting up from the study's first (42 in most); by default that of the scale.
         only: Names of arms, or patterns such as `ls-*`; all arms by default.
         output_dir: Output folder, `runs/study-NAME-SCALE` by default. Runs whose results it already holds are skipped;
             interrupted runs are resumed.
@@ -57,8 +59,7 @@ def run_study(
     study = load_study(name)
     if scale not in study.scales:
         raise ValueError(f"`--scale` must be one of {', '.join(study.scales)}; got {scale!r}")
-    num_seeds = study.scales[scale].num_seeds if num_seeds is None else num_seeds
-    if num_seeds < 1:
+    if num_seeds is not None and num_seeds < 1:
         raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
     if fields and study.scales[scale].recipe is None:
         raise ValueError(f"the study {name} has no recipe whose fields could be replaced; got {' '.join(fields)}")
@@ -76,11 +77,12 @@ def run_study(
     if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
         runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
     # All arms of a seed come before the next seed, so that an early report already shows every arm.
-    wanted = [(arm, 42 + i) for i in range(num_seeds) for arm in arms]
+    seeds = {arm: num_seeds or study.num_seeds(arm, scale) for arm in arms}
+    wanted = [(arm, study.first_seed + i) for i in range(max(seeds.values())) for arm in arms if i < seeds[arm]]
     made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
     missing = [run for run in wanted if run not in made]
     num_processes = num_processes or ((os.cpu_count() or 1) if scale == "micro" else 1)
-    hours = study.scales[scale].hours * len(missing) / (len(study.arms(scale)) * study.scales[scale].num_seeds)
+    hours = study.scales[scale].hours * len(missing) / _num_runs(study, scale)
     print(
         f"{len(missing)} of {len(wanted)} runs to make, {num_processes} at once; expected: {hours:.1f} h", flush=True
     )
@@ -120,6 +122,10 @@ def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
         if not fnmatch.filter(arms, pattern):
             raise ValueError(f"`--only` must name arms of {study.name}, which are {', '.join(arms)}; got {pattern!r}")
     return [arm for arm in arms if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)]
+
+
+def _num_runs(study: Study, scale: str) -> int:
+    return sum(study.num_seeds(arm, scale) for arm in study.arms(scale))
 
 
 def _check_folder(folder: Path, scale: str, fields: Sequence[str]):
@@ -167,20 +173,31 @@ def read_runs(study: Study, folder: str | Path) -> Runs:
     return runs
 
 
-def judge(study: Study, runs: Runs) -> dict[str, Finding]:
-    """
-    Judges the study's claims by the seeds with which all arms have been run. Claims are open if arms are missing, or
-    if there are fewer than two such seeds.
-    """
-    seeds = [{run.get("seed") for run in of_arm} for of_arm in runs.values()]
-    common = set.intersection(*seeds) if seeds else set()
-    judged = Runs({arm: [run for run in of_arm if run.get("seed") in common] for arm, of_arm in runs.items()})
-    judged.scale = runs.scale
-    try:
-        findings = study.judge(judged)
-    except NotRunError:
-        findings = {}
-    return {name: findings.get(name, NOT_RUN) for name in study.claims}
+ABOUT_COMPARISONS = """\
+Effects are means of the differences, the first less the
+second, between runs with the same seed, with 95% intervals (Student's t). The loss of a run that diverged counts as
+infinite; where values are infinite, a verdict needs all runs of one arm and none of the other. A claim is open as long
+as its runs are missing."""
+
+
+def word_comparisons(study: Study, runs: Runs) -> str:
+    """The claims of a study, their criteria, what the runs say about them, and what they could have said."""
+    sections = []
+    for item in study.comparisons.values():
+        finding = item.judge(runs)
+        effect = ""
+        if math.isfinite(finding.effect):
+            digits = max(2, getattr(item, "metric", LOSS).digits)
+            interval = f" (95% interval {finding.low:.{digits}f} to {finding.high:.{digits}f})"
+            effect = f"; effect {finding.effect:+.{digits}f}" + (interval if math.isfinite(finding.low) else "")
+        seeds = f"; {finding.num_seeds} seed{'s' * (finding.num_seeds != 1)}" if finding.num_seeds else ""
+        wanted = study.scales[runs.scale].num_seeds if runs.scale in study.scales else 0
+        sections.append(
+            f"**{item.claim[0].upper()}{item.claim[1:]}** ({item.source})\n\n- {item.criterion()}\n"
+            f"- {item.power(finding.num_seeds or wanted)}\n"
+            f"- Found: {finding.figure}{effect}{seeds}\n- Verdict: **{finding.verdict}**"
+        )
+    return "\n\n".join(sections)
 
 
 def write_report(study: Study, folder: str | Path) -> Path:
@@ -192,36 +209,31 @@ def write_report(study: Study, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
-    findings = judge(study, runs)
-    claims = "\n\n".join(
-        f"**{claim.text[0].upper()}{claim.text[1:]}** ({claim.source})\n\n"
-        f"- Seen: {claim.seen}\n- Opposite: {claim.opposite}\n- Found: {findings[name].figure}\n"
-        f"- Verdict: **{findings[name].verdict}**"
-        for name, claim in study.claims.items()
-    )
+    claims = word_comparisons(study, runs)
     seeds = {arm: len(values) for arm, values in runs.items()}
     scales = sorted({line["scale"] for line in lines})
     counts = sorted(set(seeds.values()))
-    wanted = sum(len(study.arms(scale)) * study.scales[scale].num_seeds for scale in scales)
+    wanted = sum(_num_runs(study, scale) for scale in scales)
     made = f"{len(lines)} runs" if len(lines) >= wanted else f"so far {len(lines)} of {wanted} runs,"
     command = " ".join(["lsgpt study", study.name, "--scale", scales[0], *lines[0]["fields"]])
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     seconds = sum(line["seconds"] for line in lines)
+    changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""
+    except_for = ", except for the changes that are told below" if study.changes else ""
     report = f"""# {study.title}
 
 {study.question}
 
 ## Claims
 
-What counts as seen and as the opposite was written down before the runs; anything else is not seen. The loss of a run
-that diverged counts as infinite. Where values are infinite, an arm is above another only if all of its own are, and
-none of the other's.
+Criteria were written down before the runs{except_for}.
+{ABOUT_COMPARISONS}
 
 {claims}
 
 ## What was run
 
-{study.protocol}
+{study.protocol}{changes}
 
 Scale {", ".join(scales)}: {made} of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
 {format_duration(seconds)} of computing, all runs added up. Figures are means ± sample standard deviations over seeds.

@@ -6,6 +6,15 @@ from lsgpt.studies import write_report
 from lsgpt.training.report import finite
 
 
+def verdicts(study, runs):
+    """The verdicts on made-up runs, `{arm: [values of each seed]}`, whose seeds count from 42."""
+    with_seeds = {
+        arm: [{"seed": seed, "diverged": False, **values} for seed, values in enumerate(of_arm, start=42)]
+        for arm, of_arm in runs.items()
+    }
+    return {key: item.judge(with_seeds).verdict for key, item in study.comparisons.items()}
+
+
 def report_of(study, runs, folder):
     """
     Writes runs, `{arm: [values of each seed]}`, as `lsgpt study` does, and returns the report that is made from the

@@ -16,6 +16,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
 
+GLOBAL, LOCAL, BASELINE = "#0060a8", "#d55e00", "#7f7f7f"
+"""Colours of global heads, of local heads and of what they are compared with, in all plots of the project."""
+
+OTHERS = ("#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#5e3c99", "#a6761d", "#e7298a", "#1b1b1b")
+"""Colours of everything else."""
+
+
 def plot_curves(
     path: str | Path,
     curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]],

@@ -1,29 +1,23 @@
-"""The study of Othello: its games and measures against plain rules, runs of a few steps, reports, and verdicts."""
+"""The study of Othello: its games and measures against plain rules, runs of a few steps, reports."""
 
 import sys
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from study_reports import report_of
 from transformers import set_seed
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.studies import judge, load_study
+from lsgpt.studies import load_study
 from lsgpt.studies.othello import (
-    CLOSE,
     NUM_MOVES,
     NUM_SHORT,
-    SHOWN_MOVE,
     as_row,
-    board_after,
     measure,
     play,
-    plot_boards,
 )
-from lsgpt.studies.study import Runs
 
 
 DIRECTIONS = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1) if dy or dx]
@@ -75,8 +69,6 @@ def test_games_keep_to_the_rules():
         assert not left
         assert game.legal == [legal for legal, _ in positions]
         assert all(move in legal for move, legal in zip(game.moves, game.legal))
-        for number in (0, 1, 2, 20, SHOWN_MOVE - 1, len(game.moves) - 1):
-            assert board_after(game.moves[:number]) == positions[number][1]
         all_passes += num_passes
     assert all_passes > 0
     assert len(games[0].moves) < NUM_MOVES and max(len(game.moves) for game in games) == NUM_MOVES
@@ -179,84 +171,9 @@ def test_othello_runs(tiny_study, tmp_path):
     expected = measure(untrained.eval(), games)
     assert {key: weights["bema"][key] for key in expected} == expected
 
-    position = runs["mhsa-30"][0]["position"]
-    assert position == runs["ls-whole"][0]["position"]
-    assert (position["legal"], position["board"]) == replay(games[0].moves)[0][SHOWN_MOVE - 1]
-    assert sum(weights["raw"]["next_move"]) == pytest.approx(1, abs=1e-3)
-
     # The report is made of what was written alone.
     text = report_of(tiny_study, runs, tmp_path / "report")
-    assert text.count("Verdict: **open**") == len(tiny_study.claims)
-    assert "| `ls-whole` | BEMA |" in text and "### A board" in text
+    assert text.count("Verdict: **open**") + text.count("Verdict: **inconclusive**") >= 7
+    assert "| `ls-whole` | BEMA |" in text
     plots = [line.rpartition("(")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert len(plots) == 6 and all((tmp_path / "report" / plot).stat().st_size > 1000 for plot in plots)
-
-
-def test_a_board_has_discs_shades_and_circles_for_legal_moves(tmp_path):
-    def draw(board, legal, likely):
-        probabilities = [0.0] * 64
-        probabilities[likely] = 1.0
-        weights = {name: {"next_move": probabilities} for name in ("raw", "ema", "bema")}
-        plot_boards(
-            tmp_path / "board.png", {"ls-30": {"weights": weights, "position": {"board": board, "legal": legal}}}
-        )
-        return np.asarray(Image.open(tmp_path / "board.png").convert("RGB")).astype(int)
-
-    def share_of(image, color):
-        return (np.abs(image - color).max(-1) < 8).mean()
-
-    black, white, red, navy = (0, 0, 0), (255, 255, 255), (214, 39, 40), (8, 48, 107)
-    empty = "-" * 64
-    blacks, whites = draw("X" * 20 + empty[20:], [40], 50), draw("O" * 20 + empty[20:], [40, 41], 50)
-    assert share_of(blacks, black) - share_of(whites, black) > 0.02
-    assert share_of(whites, white) - share_of(blacks, white) > 0.02
-    first, second = draw(empty, [], 9), draw(empty, [], 18)
-    assert share_of(first, red) == 0 < share_of(blacks, red)
-    assert share_of(whites, red) == pytest.approx(2 * share_of(blacks, red), rel=0.1)
-    # The upper left corner of the likely square, without the bar of colours: b2 and c3.
-    places = [np.argwhere(np.abs(image[:, :300] - navy).max(-1) < 8).min(0) for image in (first, second)]
-    assert (places[0] < places[1]).all()
-
-
-def made_up(ema, bema, ema_within, ema_whole, lost, spread=0.001):
-    """
-    Runs with the given gains of averages, and with the shares `lost` of `mhsa` and `ls` beyond the trained length.
-    Seeds differ more than that, but each of them gains about as much.
-    """
-    runs = {}
-    for kind, lost_of_kind in zip(("mhsa", "ls"), lost):
-        for length in ("30", "whole"):
-            is_short = length == "30"
-            gains = {"raw": (0.0, 0.0), "ema": (ema_within, ema if is_short else ema_whole), "bema": (0.0, bema)}
-            runs[f"{kind}-{length}"] = [
-                {
-                    "weights": {
-                        name: {
-                            "legal_within": 0.8 + 5 * luck + within + (name != "raw") * luck,
-                            "legal_beyond": 0.7 + 5 * luck - is_short * lost_of_kind + beyond + (name != "raw") * luck,
-                        }
-                        for name, (within, beyond) in gains.items()
-                    }
-                }
-                for luck in (-spread, 0.0, spread)
-            ]
-    return runs
-
-
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        (made_up(0.004, 0.004, -0.004, 0.0, (0.2, 0.1)), ["seen"] * 5),
-        (made_up(-0.004, -0.004, -0.02, 0.0, (0.1, 0.2)), ["opposite"] * 5),
-        (made_up(0.0, 0.0, -0.006, 0.0, (0.2, 0.2), spread=0.01), ["not seen"] * 5),
-        (made_up(0.004, 0.0, 0.01, 0.004, (0.2, 0.2)), ["seen", "not seen", "seen", "not seen", "not seen"]),
-    ],
-)
-def test_verdicts_on_othello(runs, expected):
-    findings = judge(load_study("othello"), Runs(runs))
-    assert dict(zip(("ema", "bema", "ema-within", "ema-length", "ls"), expected)) == {
-        claim: finding.verdict for claim, finding in findings.items()
-    }
-    assert CLOSE == 0.005
-    one_seed = Runs({**runs, "ls-whole": runs["ls-whole"][:1]})
-    assert {finding.verdict for finding in judge(load_study("othello"), one_seed).values()} == {"open"}
+    assert len(plots) == 1 and all((tmp_path / "report" / plot).stat().st_size > 1000 for plot in plots)

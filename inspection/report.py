@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lsgpt.training.data import load_documents
 from lsgpt.utilities import table
 
-from .inspection import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers
+from .statistics import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers
 
 
 FILES = ("report.md", "heads.png", "statistics.json", "attention.html")
@@ -332,7 +332,7 @@ def write_page(
         "layers": layers,
     }
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    template = Path(__file__).with_name("inspection.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     # Without this, a `</script>` in the text would end the data.
     Path(path).write_text(template.replace("__DATA__", data.replace("<", "\\u003c")), encoding="utf-8")
 

@@ -33,9 +33,9 @@ from transformers import (
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.studies import inspection_report
-from lsgpt.studies.inspection import FIGURES, attention_statistics, head_figures, mean_entropy, visit_layers
-from lsgpt.studies.inspection_report import FILES, PAGE_SCALE, format_kinds, format_report, read_blocks, write_page
+from lsgpt.inspection import report as inspection_report
+from lsgpt.inspection.report import FILES, PAGE_SCALE, format_kinds, format_report, read_blocks, write_page
+from lsgpt.inspection.statistics import FIGURES, attention_statistics, head_figures, mean_entropy, visit_layers
 from lsgpt.training import train_tokenizer
 
 

@@ -1,0 +1,191 @@
+"""Comparisons: quantiles, verdicts, the log-rank test, power, and that criteria are older than runs."""
+
+import math
+import random
+import statistics
+import subprocess
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from lsgpt.studies import STUDIES, load_study, read_lines
+from lsgpt.studies.comparisons import (
+    LOSS,
+    Best,
+    Bounds,
+    Comparison,
+    Limit,
+    Metric,
+    decide,
+    log_rank,
+    power_of,
+    smallest_effect,
+    t_probability,
+    t_quantile,
+)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def runs_of(**losses):
+    """Runs with these losses for seeds 42, 43, ..."""
+    return {
+        arm.replace("_", "-"): [
+            {"seed": 42 + i, "eval_loss": loss, "diverged": False} for i, loss in enumerate(values)
+        ]
+        for arm, values in losses.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (9, 2.262157), (29, 2.045230)],
+)
+def test_quantiles_of_students_t(degrees, quantile):
+    assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-5)
+    assert t_quantile(0.025, degrees) == pytest.approx(-quantile, abs=1e-5)
+    assert t_probability(0.0, degrees) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "margin", "verdict"),
+    [
+        ([1.0, 1.01, 1.02], None, "supported"),
+        ([3.0, 3.01, 3.02], 0.05, "contradicted"),
+        ([2.0, 2.03, 2.01], 0.05, "equal within 0.05"),
+        ([2.0, 2.03, 2.01], None, "inconclusive"),
+        ([1.7, 2.03, 2.3], 0.05, "inconclusive"),
+        ([2.002, 2.012, 2.0225], 0.05, "contradicted"),  # however small
+    ],
+)
+def test_verdicts_of_a_direction(first, margin, verdict):
+    second = [2.0, 2.01, 2.02]
+    assert decide(first, second, False, margin).verdict == verdict
+    comparison = Comparison("a is below b", "us", LOSS, "a", "b", margin=margin)
+    assert comparison.judge(runs_of(a=first, b=second)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"),
+    [
+        ([2.0, 2.03, 2.01], "equal within 0.05"),
+        ([2.002, 2.012, 2.0225], "equal within 0.05"),  # an interval without 0 may be inside
+        ([1.0, 1.01, 1.02], "contradicted"),
+        ([3.0, 3.01, 3.02], "contradicted"),
+        ([1.7, 2.03, 2.3], "inconclusive"),
+    ],
+)
+def test_verdicts_of_equality(first, verdict):
+    assert decide(first, [2.0, 2.01, 2.02], True, 0.05).verdict == verdict
+
+
+def test_the_interval_is_paired_over_common_seeds():
+    runs = runs_of(a=[1.0, 2.0, 3.0], b=[1.1, 2.2, 3.3, 9.0])
+    runs["b"].reverse()
+    finding = Comparison("a", "us", LOSS, "a", "b").judge(runs)
+    assert finding.num_seeds == 3 and finding.effect == pytest.approx(-0.2)
+    half = 4.302653 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
+    assert (finding.low, finding.high) == pytest.approx((-0.2 - half, -0.2 + half), abs=1e-5)
+    assert "2.000 ± 1.000 for `a`" in finding.figure
+    assert Comparison("a", "us", LOSS, "a", "c").judge(runs).verdict == "open"
+    runs["a"] = runs["a"][:1]
+    one = Comparison("a", "us", LOSS, "a", "b").judge(runs)
+    assert one.verdict == "inconclusive" and math.isnan(one.low) and one.num_seeds == 1
+
+
+def test_runs_that_diverged_decide_only_together():
+    inf = math.inf
+    assert decide([1.0, 1.1], [inf, inf], False, None).verdict == "supported"
+    assert decide([inf, inf], [1.0, 1.1], False, None).verdict == "contradicted"
+    assert decide([1.0, 1.1], [1.0, inf], False, None).verdict == "inconclusive"
+    assert decide([inf, inf], [inf, inf], False, None).verdict == "inconclusive"
+    assert decide([1.0], [inf], False, None).verdict == "inconclusive"
+    assert decide([1.0, 1.1], [inf, inf], True, 0.05).verdict == "contradicted"
+    runs = runs_of(a=[1.0, 1.1], b=[0.5, 0.6])
+    for run in runs["b"]:
+        run["diverged"] = True  # the last good weights have a loss, which does not count
+    assert Comparison("a", "us", LOSS, "a", "b").judge(runs).verdict == "supported"
+
+
+def test_a_number_the_best_of_several_and_a_gate():
+    runs = runs_of(a_1=[3.0, 3.1], a_2=[2.0, 2.1], b=[2.5, 2.6], c=[2.5, 2.61])
+    best = Best("a", ("a-1", "a-2"))
+    comparison = Comparison("a is better", "us", LOSS, best, "b")
+    assert comparison.judge(runs).verdict == "supported" and "`a-2`" in comparison.judge(runs).figure
+    assert "of `a` at its best rate is below that of `b`" in comparison.criterion()
+    gain = Comparison("there is a gain", "us", Metric("", ""), 2.0, "b", second_metric=LOSS)
+    assert gain.judge(runs).verdict == "inconclusive"  # 0.55 with an interval of 0.64
+    assert "2 is below the final validation loss of `b`" in gain.criterion()
+    assert Comparison("c", "us", LOSS, best, "b", gate=gain).judge(runs).verdict == "inconclusive"
+    runs["b"] += [{"seed": 44, "eval_loss": 2.55, "diverged": False}]
+    assert gain.judge(runs).verdict == "supported"
+    assert Comparison("c", "us", LOSS, best, "b", gate=gain).judge(runs).verdict == "supported"
+
+
+def test_bounds_need_all_seeds():
+    bounds = Bounds("a above, b below", "us", (Limit("a", LOSS, above=4), Limit("b", LOSS, below=2)))
+    assert bounds.judge(runs_of(a=[5.0, 6.0], b=[1.0, 1.5])).verdict == "supported"
+    assert bounds.judge(runs_of(a=[5.0, 6.0], b=[1.0, 2.5])).verdict == "inconclusive"
+    assert bounds.judge(runs_of(a=[5.0, 3.0], b=[3.0, 1.5])).verdict == "contradicted"
+    assert bounds.judge(runs_of(a=[5.0], b=[1.0])).verdict == "inconclusive"
+    assert bounds.judge(runs_of(a=[5.0])).verdict == "open"
+
+
+def test_log_rank():
+    # The same as by hand: at 1, 2 and 3, a third, a half and one of those at risk are of the first group.
+    statistic, p = log_rank([1, 9], [2, 3], cap=5)
+    assert statistic == pytest.approx(1 - (2 / 4 + 1 / 3 + 1 / 2))
+    assert p == 1.0 or 0 < p < 1
+    statistic, p = log_rank([1, 2, 3, 4, 5], [60, 70, 80, math.inf, math.inf], cap=50)
+    assert statistic > 0 and p == pytest.approx(2 / 252)
+    assert log_rank([9, 9, 9], [9, 9, 9], cap=5) == (0.0, 1.0)  # nobody got there
+    assert log_rank([8, 7, 6, 9], [1, 2, 3, 4], cap=5)[0] < 0
+
+
+def test_power_is_that_of_simulated_comparisons():
+    generator = random.Random(0)
+    effect = smallest_effect(3, 1.0)
+    found = 0
+    for _ in range(4000):
+        differences = [generator.gauss(-effect, 1.0) for _ in range(3)]
+        found += decide(differences, [0.0] * 3, False, None).verdict == "supported"
+    assert found / 4000 == pytest.approx(0.8, abs=0.03)
+    assert power_of(0.0, 3) == pytest.approx(0.025, abs=0.002)
+    assert smallest_effect(3, 0.5) == pytest.approx(effect / 2) and smallest_effect(1, 1.0) == math.inf
+
+
+NEW = [name for name in STUDIES if load_study(name).comparisons]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_criteria_are_worded_from_the_comparisons(name):
+    study = load_study(name)
+    arms = {arm for scale in study.scales for arm in study.arms(scale)}
+    for item in study.comparisons.values():
+        assert item.criterion().startswith(("Supported: ", "Equal: "))
+        assert item.claim and item.source and item.power(3)
+        if isinstance(item, Comparison):
+            for side in (item.first, item.second):
+                assert isinstance(side, float | int) or set(getattr(side, "arms", (side,))) <= arms
+        if isinstance(item, Bounds):
+            assert {limit.arm for limit in item.limits} <= arms
+        assert item.judge({}).verdict == "open"
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_criteria_are_older_than_the_runs(name):
+    """Every run records a clean commit, older than its end, and the criteria of that commit."""
+    study = load_study(name)
+    for line in read_lines(ROOT / "studies" / "results" / name):
+        if "criteria" not in line:  # runs from before criteria were data; the reports tell what was changed
+            assert study.changes
+            continue
+        commit = line["environment"]["commit"]
+        assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+        assert line["criteria"] in (study.digest(), *study.earlier_criteria)
+        command = ["git", "-C", str(ROOT), "log", "-1", "--format=%cI", commit]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:  # a shallow clone does not have it
+            assert datetime.fromisoformat(answer.stdout.strip()) < datetime.fromisoformat(line["ended"])
