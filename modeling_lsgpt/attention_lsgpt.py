@@ -201,14 +201,14 @@ def windowed_sdpa_attention_forward(
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
-    has_idle_cores = torch.get_num_threads() >= 2 * query.shape[0] * query.shape[1]
-    is_plain = attention_mask is None and not dropout
-    num_parts = num_causal_parts(query, key, value) if is_plain and has_idle_cores else 1
-    if num_parts > 1:
-        return causal_attention_forward(query, key, value, scaling, num_parts), None
+    is_compiling = torch.compiler.is_compiling()
+    may_be_divided = attention_mask is None and not dropout and not is_compiling
+    if may_be_divided and torch.get_num_threads() >= 2 * query.shape[0] * query.shape[1]:
+        num_parts = num_causal_parts(query, key, value)
+        if num_parts > 1:
+            return causal_attention_forward(query, key, value, scaling, num_parts), None
     head_dim = query.shape[-1]
-    is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
-    if is_narrow and not torch.compiler.is_compiling():
+    if head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu" and not is_compiling:
         query, key, value = (nn.functional.pad(x, (0, FILLED - head_dim)) for x in (query, key, value))
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -24,9 +24,7 @@ def num_causal_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if query.device.type != "cpu" or not needs_gradient:
         return 1
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return 1
-    if q_length != kv_length or key.shape[1] != query.shape[1]:
+    if torch.is_autocast_enabled("cpu") or q_length != kv_length or key.shape[1] != query.shape[1]:
         return 1
     return max(min(torch.get_num_threads() // (query.shape[0] * query.shape[1]), q_length // MIN_PART_LENGTH), 1)
 

@@ -84,8 +84,9 @@ def test_the_way_through_a_layer_is_short(tiny_model):
         "attention_lsgpt.py",
         "local_lsgpt.py",
     }
-    expected, expected_changes = path_through_a_layer(llama, lambda: llama(ids, use_cache=False))
-    assert len(calls) <= len(expected) + 7 and changes <= expected_changes + 10
+    assert len(calls) <= 25 and changes <= 22
+    expected, _ = path_through_a_layer(llama, lambda: llama(ids, use_cache=False))
+    assert len(calls) <= 2 * len(expected)
     with torch.no_grad():
         model.eval()(ids, past_key_values=cache)
         calls, changes = path_through_a_layer(model, lambda: model(ids[:, :1], past_key_values=cache))
