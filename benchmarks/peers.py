@@ -30,6 +30,7 @@ from lsgpt.modeling_lsgpt import (
     create_masks,
     describe_visibility,
 )
+from lsgpt.modeling_lsgpt.modeling_lsgpt import NO_SINK
 from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
@@ -397,11 +398,12 @@ def _attend_globally(layer, query, key, value, attention_mask, past_key_values=N
 
 
 def example_sinks(config: LSGPTConfig, num_global_heads: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Sinks of a layer, one for each local head; they differ and are exact in every precision. `None` without any."""
+    """Sinks `(H,)` of a layer, all but 0 for global heads; they are exact in every precision. `None` without any."""
     num_local_heads = config.num_attention_heads - num_global_heads
     if not config.attention_sinks or num_local_heads == 0:
         return None
-    return torch.arange(num_local_heads, device=like.device, dtype=like.dtype) % 5 - 2
+    sinks = torch.arange(num_local_heads, device=like.device, dtype=like.dtype) % 5 - 2
+    return nn.functional.pad(sinks, (num_global_heads, 0), value=NO_SINK)
 
 
 def attention_function(
@@ -420,8 +422,9 @@ def attention_function(
     def attend(query, key, value):
         with _only(backend):
             visibility = describe_visibility(config, query.new_empty(query.shape[0], query.shape[2], 0))
-            sinks = example_sinks(config, config.num_global_heads_per_layer[layer_idx], query)
-            layer.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+            num_global_heads = config.num_global_heads_per_layer[layer_idx]
+            sinks = example_sinks(config, num_global_heads, query)
+            layer.sinks = None if sinks is None else nn.Parameter(sinks[num_global_heads:], requires_grad=False)
             return layer.attend(query, key, value, create_masks(config, visibility))[0]
 
     return attend

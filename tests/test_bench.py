@@ -7,7 +7,6 @@ import statistics
 import pytest
 import torch
 from PIL import Image
-from transformers import modeling_utils
 
 import lsgpt_cli
 from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, targets, timing, train
@@ -327,14 +326,14 @@ def test_wrong_model_is_not_timed(fault, what, shape, monkeypatch):
 @pytest.mark.parametrize("kind", ["lsgpt", "mhsa"])
 def test_wrong_decoding_is_not_timed(kind, shape, monkeypatch):
     def forgets_a_key(module, query, key, value, mask, **kwargs):
-        is_local = getattr(module, "sliding_window", None) is not None
+        is_local = kwargs["sliding_window"] is not None
         if query.shape[2] == 1 and is_local == (kind == "lsgpt"):
             key, value, mask = key[:, :, 1:], value[:, :, 1:], None if mask is None else mask[..., 1:]
         return attend(module, query, key, value, mask, **kwargs)
 
-    attend = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    attend = attention_lsgpt.sdpa_attention_forward
     check(decode.prepare(shape))
-    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", forgets_a_key)
+    monkeypatch.setattr(attention_lsgpt, "sdpa_attention_forward", forgets_a_key)
     benchmark = decode.prepare(shape)
     if kind == "mhsa":  # the global heads of `lsgpt` are as wrong, and come first
         benchmark = benchmark._replace(gates=[gate for gate in benchmark.gates if gate.args[0] == "mhsa sdpa"])
@@ -376,7 +375,7 @@ def test_limit_leaves_local_attention_out(shape):
         layer.o_proj.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0].unflatten(2, (6, -1))))
         layer(hidden_states, attention_mask=masks)
     expected, actual = outputs
-    value = layer.project(hidden_states).value
+    value = layer.v_proj(hidden_states).unflatten(2, (6, -1)).transpose(1, 2)
     torch.testing.assert_close(actual[:, :, :1], expected[:, :, :1], rtol=0, atol=0)
     assert torch.equal(actual[:, :, 1:], value[:, 1:].transpose(1, 2))
     assert not torch.allclose(expected[:, :, 1:], actual[:, :, 1:], atol=0.1)

@@ -89,6 +89,7 @@ def test_the_way_through_a_layer_is_short(tiny_model):
     assert len(calls) <= 2 * len(expected)
     with torch.no_grad():
         model.eval()(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)  # gives the cache room, once for many tokens
         calls, changes = path_through_a_layer(model, lambda: model(ids[:, :1], past_key_values=cache))
     ours = {call for call in calls if call[0].endswith("_lsgpt.py")}
     assert len(ours) <= 12 and {file for file, _ in ours} == {

@@ -73,7 +73,7 @@ def test_packed_documents_continue_from_a_cache(models):
 def test_max_logits_come_from_the_kernel(models, name, monkeypatch):
     inputs = inputs_of(name)
     expected = measure_max_logits(models[0], **inputs)
-    monkeypatch.delattr("lsgpt.modeling_lsgpt.attention_lsgpt.max_logits")  # no pass of its own
+    monkeypatch.delattr("lsgpt.modeling_lsgpt.telemetry_lsgpt.max_logits")  # no pass of its own
     torch.testing.assert_close(measure_max_logits(models[1], **inputs), expected)
 
 
@@ -134,7 +134,7 @@ def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
     llama = LlamaConfig(
         vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    with pytest.raises(ValueError, match="is an engine of LSGPT; LlamaAttention cannot use it"):
+    with pytest.raises(ValueError, match="belongs to LSGPT; other models cannot use it"):
         LlamaForCausalLM._from_config(llama, attn_implementation="triton").to(DEVICE)(ids)
 
 
