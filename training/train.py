@@ -13,18 +13,20 @@ import yaml
 from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lsgpt.configuration import LSGPTConfig
+from lsgpt.configuration import LSGPTConfig, load_recipe
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import load_complete, with_unit
 
@@ -39,11 +41,13 @@ from .callbacks import (
 )
 from .data import (
     ALGORITHMS,
+    Passes,
     collate_blocks,
     first_characters,
     load_documents,
     load_tokenizer,
     pack,
+    shuffle_blocks,
     tokenize,
     train_tokenizer,
 )
@@ -56,7 +60,8 @@ from .healing import (
     sink_parameters,
 )
 from .metrics import LanguageModelingMetrics, token_losses
-from .report import peak_memory, points_of, reset_peak_memory, write_report, write_results
+from .report import peak_memory, points_of, reset_peak_memory, write_report
+from .results import RunResult
 from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 
@@ -95,6 +100,26 @@ class LSGPTTrainer(Trainer):
         """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
+
+    def get_train_dataloader(self) -> DataLoader:
+        """
+        As in `Trainer`, but a stream is one endless series of full batches, see `Passes`. The end of a pass then
+        changes neither the size of a step nor where a resumed training continues.
+        """
+        stream = self.train_dataset
+        if not isinstance(stream, IterableDataset):
+            return super().get_train_dataloader()
+        args, collate = self.args, self.data_collator
+        collate = self._get_collator_with_removed_columns(collate, description="Training")
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, **options)
+        passes = Passes(rows, self._train_batch_size, collate, args.process_index, args.world_size)
+        return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
@@ -180,6 +205,10 @@ class LSGPTTrainer(Trainer):
         card.save(Path(self.args.output_dir) / "README.md")
 
 
+def _unchanged(rows: Any) -> Any:
+    return rows
+
+
 def check_parallelism(args: TrainingArguments):
     """
     Raises `ValueError` if a script or `accelerate launch` asks for context or sequence parallelism.
@@ -217,6 +246,26 @@ def check_checkpoint(checkpoint: str | Path):
             f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
             f"start a new run from the weights alone: --model_name_or_path {shlex.quote(str(checkpoint))}"
         )
+
+
+def check_stream(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
+    args, checkpoint = arguments.training, Path(checkpoint)
+    recipe = checkpoint.parent / "recipe.yaml"
+    before = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    blocks = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens, tokens_before = (
+        blocks * arguments.data.block_size,
+        state.num_input_tokens_seen // max(state.global_step, 1),
+    )
+    rule = None
+    if before != args.dataloader_num_workers:
+        rule = f"`dataloader_num_workers` must be {before}, as before; got {args.dataloader_num_workers}"
+    elif tokens_before and tokens != tokens_before:
+        rule = f"a step must have {tokens_before} tokens, as before; got {tokens}"
+    if rule:
+        raise ValueError(f"{rule}. Otherwise, the run would not continue where its stream was interrupted")
 
 
 def check_evaluation(args: TrainingArguments):
@@ -257,6 +306,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_checkpoint(args.resume_from_checkpoint)
+        if arguments.data.streaming and not args.ignore_data_skip:
+            check_stream(args.resume_from_checkpoint, arguments)
         if arguments.run.averaging is not None:
             check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
     if args.process_index == 0:
@@ -281,7 +332,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         args.max_grad_norm = 0.0  # AdaGC replaces clipping by the global norm
         optimizer = adagc_optimizer(args, stabilizers["adagc"])
     if args.process_index == 0:
-        size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
+        size = _describe_size(blocks["train"], args.dataloader_num_workers)
         print(
             f"Training {_count_parameters(model)} parameters on {size} of {arguments.data.block_size} "
             f"tokens; everything goes to {args.output_dir}",
@@ -312,6 +363,17 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
             fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
     return trainer
+
+
+def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
+    if isinstance(blocks, Dataset):
+        return f"{len(blocks):,} blocks"
+    shards = blocks.num_shards
+    source = f"{shards} files or other shards" if shards > 1 else "1 file or other shard"
+    readers = f"{num_workers or 'no'} data-loader worker{'s' * (num_workers != 1)}"
+    idle = max(num_workers - shards, 0)
+    without = f" ({idle} of them without a shard)" if idle else ""
+    return f"a stream of blocks from {source}, read by {readers}{without},"
 
 
 def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -356,7 +418,7 @@ def get_tokenizer(
 def make_blocks(
     arguments: Arguments, documents: DatasetDict | IterableDatasetDict, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset | IterableDataset]:
-    """Returns the packed blocks of the splits `train` and `validation`."""
+    """Returns the packed blocks of the splits `train` and `validation`; the latter are never a stream."""
     data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
@@ -365,16 +427,23 @@ def make_blocks(
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
             raise ValueError(f"{error} in the {split} split") from error
-        if data.streaming and next(iter(blocks[split]), None) is None:
+        if not data.streaming:
+            continue
+        if split == "train":
+            seed = args.seed if args.data_seed is None else args.data_seed
+            has_block = next(iter(blocks[split]), None) is not None
+            blocks[split] = shuffle_blocks(blocks[split], seed, STREAM_BUFFER)
+        else:  # read once, and not again for each evaluation
+            stream = blocks[split].take(data.max_eval_blocks) if data.max_eval_blocks else blocks[split]
+            rows = list(stream)
+            has_block = bool(rows)
+            blocks[split] = Dataset.from_list(rows, features=stream.features) if rows else stream
+        if not has_block:
             raise ValueError(
                 f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
             )
-    if data.streaming:
-        blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)
     if data.max_eval_blocks:
-        blocks["validation"] = blocks["validation"].take(
-            data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
-        )
+        blocks["validation"] = blocks["validation"].take(min(data.max_eval_blocks, len(blocks["validation"])))
     return blocks
 
 
@@ -435,11 +504,11 @@ def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     return callbacks
 
 
-def _callback(trainer: Trainer, callback_type: type) -> TrainerCallback:
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type))
+def _callback(trainer: Trainer, callback_type: type) -> Any:
+    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type)), None)
 
 
-def train(trainer: Trainer, arguments: Arguments) -> dict | None:
+def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     """
     Trains, evaluates, saves, reports, and prints what to do next.
 
@@ -480,23 +549,23 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     return results
 
 
-def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
+def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> RunResult:
     """Writes and prints the main process's report on the finished run, and returns the results."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    results = _collect_results(trainer, arguments, evaluation, seconds)
-    write_results(folder, results)  # before anything that could fail, such as plots
+    results = _make_result(trainer, evaluation, seconds)
+    results.write(folder)  # before anything that could fail, such as plots
     unset_hf_deepspeed_config()  # ZeRO-3 would shard this model too, over processes that are no longer here
     # Load the model again: this works however the weights were sharded, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
     max_logits = measure_max_logits(model, **inputs)
     prompt = arguments.data.prompt
-    finished = results["status"] == "finished"
-    sample = generate_sample(model, trainer.processing_class, prompt) if finished else "(nothing: the run diverged)"
+    diverged = results.outcome == "diverged"
+    sample = "(nothing: the run diverged)" if diverged else generate_sample(model, trainer.processing_class, prompt)
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
     print(f"""
-Evaluation loss {results["eval_loss"]:.3f}, perplexity {results["eval_perplexity"]:.1f}.
+The run {results.status}. Evaluation loss {results.eval_loss:.3f}, perplexity {results.eval_perplexity:.1f}.
 The model continues {prompt!r}:
 
 {sample}
@@ -513,41 +582,39 @@ Next:
     return results
 
 
-def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
-    args, state = trainer.args, trainer.state
-    bad_step = _callback(trainer, StopOnBadLossCallback).bad_step
+def _make_result(trainer: Trainer, evaluation: dict, seconds: float) -> RunResult:
+    state, timer = trainer.state, _callback(trainer, StepTimerCallback)
+    telemetry, end = (_callback(trainer, kind) for kind in (LogitTelemetryCallback, StopAtStepCallback))
+    outcome, stopped_by = "finished", None
+    if _callback(trainer, StopOnBadLossCallback).bad_step is not None:
+        outcome = "diverged"
+    elif telemetry is not None and telemetry.stop_step is not None:
+        outcome, stopped_by = "stopped", "on_explosion"
+    elif state.global_step < min(state.max_steps, end.step if end else math.inf):
+        outcome, stopped_by = "stopped", "a callback"
     perplexity = evaluation["eval_perplexity"]
-    blocks_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    tokens_per_step = blocks_per_step * arguments.data.block_size
-    return {
-        "status": "finished" if bad_step is None else f"diverged at step {bad_step}",
+    return RunResult(
+        outcome=outcome,
+        stopped_by=stopped_by,
+        step=state.global_step,
+        max_steps=state.max_steps,
+        tokens=state.num_input_tokens_seen,
+        tokens_per_second=timer.tokens_per_second,
         # The Trainer's `eval_loss` is a mean over batches, this one a mean over tokens.
-        "eval_loss": math.log(perplexity),
-        "eval_perplexity": perplexity,
-        "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
-        "eval_averaged_perplexity": evaluation.get("eval_averaged_perplexity"),
-        "perplexity_before_training": next(
+        eval_loss=math.log(perplexity),
+        eval_perplexity=perplexity,
+        eval_bits_per_byte=evaluation["eval_bits_per_byte"],
+        eval_averaged_perplexity=evaluation.get("eval_averaged_perplexity"),
+        perplexity_before_training=next(
             (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
         ),
-        "teacher_perplexity": trainer.teacher_perplexity,
-        "max_logit": largest([value for _, value in points_of(state.log_history, "max_logit")]),
-        "parameters": trainer.model.config.num_parameters(),
-        "step": state.global_step,
-        "max_steps": state.max_steps,
-        "tokens": _count_blocks(trainer.train_dataset, state.global_step, blocks_per_step) * arguments.data.block_size,
-        "tokens_per_second": tokens_per_step / _callback(trainer, StepTimerCallback).median,
-        "peak_memory_bytes": peak_memory(),
-        "train_seconds": seconds,
-        "loss_by_position": trainer.compute_metrics.loss_by_position.tolist(),
-    }
-
-
-def _count_blocks(blocks: Dataset | IterableDataset, steps: int, blocks_per_step: int) -> int:
-    """Number of blocks that a run has trained on; the last step of a pass over stored data takes what is left."""
-    if isinstance(blocks, IterableDataset):
-        return steps * blocks_per_step
-    passes, rest = divmod(steps, math.ceil(len(blocks) / blocks_per_step))
-    return passes * len(blocks) + rest * blocks_per_step
+        teacher_perplexity=trainer.teacher_perplexity,
+        max_logit=largest([value for _, value in points_of(state.log_history, "max_logit")]),
+        parameters=trainer.model.config.num_parameters(),
+        peak_memory_bytes=peak_memory(),
+        train_seconds=seconds,
+        loss_by_position=trainer.compute_metrics.loss_by_position.tolist(),
+    )
 
 
 def largest(values: list[float]) -> float | None:
