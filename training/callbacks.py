@@ -1,16 +1,21 @@
 """Callbacks for any `transformers.Trainer`."""
 
+import inspect
 import json
 import math
+import os
 import signal
 import statistics
+import threading
 import time
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 
@@ -84,14 +89,28 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = False
         """Whether a signal ended the training."""
         self._is_pending = False
-        self._previous_handler = None
+        self._previous_handler: Any = None
+        self._loop: CodeType | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.was_signalled = self._is_pending = False
+        self._restore()  # after a training that an exception ended
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
+            return
+        frame = inspect.currentframe()
+        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        self._loop = frame.f_code if frame is not None else None
         self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
 
     def on_train_end(self, args, state, control, **kwargs):
-        signal.signal(signal.SIGTERM, self._previous_handler)
+        self._restore()
+
+    def _restore(self):
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
 
     def on_step_end(self, args, state, control, **kwargs):
         self.was_signalled = any_process(self._is_pending, args.device)
@@ -101,6 +120,12 @@ class SaveOnSignalCallback(TrainerCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
+        while self._loop is not None and frame is not None and frame.f_code is not self._loop:
+            frame = frame.f_back
+        if frame is None:  # an exception has ended the training, and nobody will look
+            self._restore()
+            os.kill(os.getpid(), signal_number)
+            return
         self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
 
 
