@@ -369,8 +369,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then
                 the Kullback-Leibler divergence between its distributions and this model's, at every token that
                 predicts a label. Only with `skip_logits`.
-            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided; and, only with
-                `skip_logits`, `label_smoothing` and `z_loss`, see `causal_lm_loss`.
+            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided; and
+                `label_smoothing` and `z_loss`, see `causal_lm_loss`, only with `skip_logits`.
 
         Returns:
             Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and

@@ -17,14 +17,13 @@ from .plots import plot_max_logits
 from .report import write_report
 from .results import RunResult
 from .soft_thinking import find_end_of_thinking, generate_soft_thinking
-from .stabilizers import STABILIZERS, adagc_optimizer, add_z_loss, attend_in_float32
+from .stabilizers import adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback, qk_clip
 from .train import LSGPTTrainer, build_trainer, run
 
 
 __all__ = [
     "AVERAGES",
-    "STABILIZERS",
     "Arguments",
     "AveragedWeightsCallback",
     "BitsPerByte",
@@ -43,7 +42,6 @@ __all__ = [
     "StopAtStepCallback",
     "StopOnBadLossCallback",
     "adagc_optimizer",
-    "add_z_loss",
     "attend_in_float32",
     "build_trainer",
     "collate_blocks",

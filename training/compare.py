@@ -22,7 +22,6 @@ from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
 from .processes import Command, run_commands
 from .report import describe_environment, points_of
 from .results import RunResult, finite
-from .stabilizers import read_stabilizers
 from .train import check_checkpoint, load_texts, make_tokenizer
 
 
@@ -120,8 +119,8 @@ def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
     """
-    Returns the arguments of an arm. Its `config_overrides` and `stabilizers` are added to those of `base`; its other
-    fields replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
+    Returns the arguments of an arm. Its `config_overrides` are added to those of `base`; its other fields
+    replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
     """
     arms = load_arms(arms_file)
     if arm not in arms:
@@ -136,7 +135,6 @@ def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ())
     """
     merged = {**base, **fields, "run_name": name}
     merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
-    merged["stabilizers"] = {**base["stabilizers"], **read_stabilizers(fields.get("stabilizers"))}
     return parse_arguments(merged, overrides)
 
 

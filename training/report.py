@@ -16,9 +16,19 @@ from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
 
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
-from .results import RunResult
-from .results import finite as finite
+from .results import RunResult, finite
 
+
+__all__ = [
+    "describe_commit",
+    "describe_environment",
+    "finite",
+    "format_results",
+    "peak_memory",
+    "points_of",
+    "reset_peak_memory",
+    "write_report",
+]
 
 _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 

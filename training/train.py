@@ -62,7 +62,7 @@ from .healing import (
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import peak_memory, points_of, reset_peak_memory, write_report
 from .results import RunResult
-from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
+from .stabilizers import adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 
 
@@ -79,22 +79,43 @@ class LSGPTTrainer(Trainer):
     learn from a teacher, and `save_card` writes the model card of a push.
     """
 
-    save_card: Callable[..., Any] | None = None
-    """Writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`. Without
-    it, Transformers does. It is passed in because `lsgpt.model_cards` imports this package to read runs."""
+    def __init__(
+        self,
+        *args,
+        z_loss: float = 0.0,
+        teacher: PreTrainedModel | None = None,
+        adapters: Any = None,
+        sink_learning_rate: float | None = None,
+        save_card: Callable[..., Any] | None = None,
+        **kwargs,
+    ):
+        """
+        Args:
+            *args: As for `Trainer`.
+            z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
+            teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of
+                its next-token distributions instead of the cross-entropy.
+            adapters: The adapters inside the model, see `choose_trainable`.
+            sink_learning_rate: Learning rate of the sinks and of the biases that carry their values, see
+                `sink_parameters`.
+            save_card: Writes the model card, given the folder, the repository and the licence:
+                `lsgpt.model_cards.save_card`. Without it, Transformers does. It is passed in because
+                `lsgpt.model_cards` imports this package to read runs.
+            **kwargs: As for `Trainer`.
 
-    teacher: PreTrainedModel | None = None
-    """A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its next-token
-    distributions instead of the cross-entropy."""
-
-    teacher_perplexity: float | None = None
-    """The teacher's perplexity on the evaluation data, once it has been measured."""
-
-    adapters: Any = None
-    """The adapters inside the model, see `choose_trainable`."""
-
-    sink_learning_rate: float | None = None
-    """Learning rate of the sinks and of the biases that carry their values, see `sink_parameters`."""
+        Raises:
+            ValueError: If `compute_loss_func` is given with `z_loss` or `teacher`, which it would replace, or for
+                context and sequence parallelism.
+        """
+        for name, value in (("z_loss", z_loss), ("teacher", teacher)):
+            if value and kwargs.get("compute_loss_func") is not None:
+                raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
+        self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
+        self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
+        self.teacher_perplexity: float | None = None
+        super().__init__(*args, **kwargs)
+        if teacher is not None and self.label_smoother is not None:
+            raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
 
     def create_accelerator_and_postprocess(self):
         """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
@@ -143,13 +164,21 @@ class LSGPTTrainer(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        """As in `Trainer`, but training steps skip the logits, which are their largest tensor."""
-        is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
-        if model.training and is_models_own and "labels" in inputs:
-            inputs = {**inputs, "skip_logits": True}
-            if self.teacher is not None:
-                inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        """
+        As in `Trainer`, but in training steps the model computes the whole loss, with smoothed labels, z-loss and
+        teacher: it then needs no logits of all tokens, which are the largest tensor.
+        """
+        if not model.training or self.compute_loss_func is not None or "labels" not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        smoother, self.label_smoother = self.label_smoother, None
+        settings = {"z_loss": self.z_loss, "label_smoothing": smoother.epsilon if smoother else 0.0}
+        inputs = {**inputs, "skip_logits": True, **{name: value for name, value in settings.items() if value}}
+        if self.teacher is not None:
+            inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = smoother
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in `Trainer`, with another parameter group if there is a `sink_learning_rate`."""
@@ -301,7 +330,7 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Tr
 
 def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
-    args, stabilizers = arguments.training, arguments.run.stabilizers
+    args = arguments.training
     check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
     if args.resume_from_checkpoint:
@@ -322,15 +351,13 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         blocks = make_blocks(arguments, documents, tokenizer)
 
     model = build_model(arguments, config, tokenizer)
-    if "z-loss" in stabilizers:
-        add_z_loss(model, stabilizers["z-loss"])
-    if "fp32-attention" in stabilizers:
+    if arguments.run.fp32_attention:
         attend_in_float32(model)
     adapters = choose_trainable(model, arguments.model.trainable, arguments.model.lora_rank)
     optimizer = None
-    if "adagc" in stabilizers:
-        args.max_grad_norm = 0.0  # AdaGC replaces clipping by the global norm
-        optimizer = adagc_optimizer(args, stabilizers["adagc"])
+    if arguments.uses_adagc:
+        settings = dict(item.split("=") for item in (args.optim_args or "lambda_rel=1.05").replace(" ", "").split(","))
+        optimizer = adagc_optimizer(args, **{name: float(value) for name, value in settings.items()})
     if args.process_index == 0:
         size = _describe_size(blocks["train"], args.dataloader_num_workers)
         print(
@@ -349,12 +376,14 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         preprocess_logits_for_metrics=token_losses,
         callbacks=_callbacks(arguments.run),
         optimizer_cls_and_kwargs=optimizer,
+        z_loss=arguments.run.z_loss,
+        teacher=teacher,
+        adapters=adapters,
+        sink_learning_rate=arguments.model.sink_learning_rate,
+        save_card=save_card,
     )
     if arguments.run.averaging is not None:
         _callback(trainer, AveragedWeightsCallback).attach(trainer)
-    trainer.save_card = save_card
-    trainer.teacher, trainer.adapters = teacher, adapters
-    trainer.sink_learning_rate = arguments.model.sink_learning_rate
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
         # Accelerate's own policy sums gradients in bfloat16, and rounds the loss to the two to three digits that
@@ -492,9 +521,9 @@ def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrained
 def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     callbacks = [StopOnBadLossCallback(), SaveOnSignalCallback(), StepTimerCallback(), MetricsFileCallback()]
     every_n_steps = run_args.max_logit_every_n_steps
-    if "qk-clip" in run_args.stabilizers:
-        clip_at = run_args.stabilizers["qk-clip"]
-        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps or 50))
+    if run_args.on_explosion == "clip":
+        clip_at = run_args.max_logit_threshold
+        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps))
     elif every_n_steps:
         callbacks.append(LogitTelemetryCallback(every_n_steps, run_args.max_logit_threshold, run_args.on_explosion))
     if run_args.stop_at_step:

@@ -67,11 +67,11 @@ def test_every_shipped_arm_is_a_recipe():
 
 
 def test_arms_join_the_recipe():
-    base = parse_arguments("demo", ["--config_overrides", "{sliding_window: 9}", "--stabilizers", "z-loss"]).recipe
+    base = parse_arguments("demo", ["--config_overrides", "{sliding_window: 9}", "--z_loss", "1e-4"]).recipe
     recipe = resolve_arm(base, "mhsa-qknorm").recipe
-    assert recipe["config_overrides"] == {"sliding_window": 9, "num_global_heads": "all"}
-    assert recipe["stabilizers"] == {"z-loss": 1e-4, "qk-norm": True}
-    assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "stabilizers", "run_name"}
+    assert recipe["config_overrides"] == {"sliding_window": 9, "num_global_heads": "all", "qk_norm": True}
+    assert recipe["z_loss"] == 1e-4
+    assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "run_name"}
 
 
 def test_comparison_goes_on_where_it_was(tmp_path):
