@@ -20,7 +20,8 @@ from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_pre
 from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
-from lsgpt.training.report import format_results, points_of, read_results
+from lsgpt.training.report import format_results, points_of
+from lsgpt.training.results import RunResult
 from lsgpt.utilities import compare_costs, describe, has_sinks, runs_on_vllm, table
 
 
@@ -73,7 +74,7 @@ def make_card(
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
     metadata: dict = find_license(folder, license, recipe)
     metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
-    results = read_results(folder) if (folder / "results.json").is_file() else None
+    results = RunResult.read(folder) if (folder / "results.json").is_file() else None
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
     context = {
@@ -340,7 +341,7 @@ def _recipe_metadata(recipe: dict) -> dict:
     return metadata
 
 
-def _eval_results(results: dict, recipe: dict) -> list[EvalResult] | None:
+def _eval_results(results: RunResult, recipe: dict) -> list[EvalResult] | None:
     """Evaluation results for the Hub. NaN and infinity are left out, because YAML would store them as text."""
     recipe = _with_defaults(recipe)
     names = {
@@ -360,10 +361,10 @@ def _eval_results(results: dict, recipe: dict) -> list[EvalResult] | None:
             dataset_split="validation",
             metric_type=metric_type,
             metric_name=name,
-            metric_value=round(results[key], 4),
+            metric_value=round(getattr(results, key), 4),
         )
         for metric_type, (key, name) in names.items()
-        if math.isfinite(results[key])
+        if math.isfinite(getattr(results, key))
     ] or None
 
 
@@ -384,7 +385,7 @@ def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
     }
 
 
-def _limits(config: LSGPTConfig, recipe: dict | None, results: dict | None) -> list[str]:
+def _limits(config: LSGPTConfig, recipe: dict | None, results: RunResult | None) -> list[str]:
     limits = ["It continues text, and nothing prevents it from writing false or harmful text."]
     from_scratch = recipe is not None and not _with_defaults(recipe)["model_name_or_path"]
     if from_scratch:
@@ -399,13 +400,11 @@ def _limits(config: LSGPTConfig, recipe: dict | None, results: dict | None) -> l
         )
     if results is None:
         return limits
-    if results["status"] != "finished":
-        limits.append(f"The run {results['status']}; these are the last good weights.")
-    elif results["step"] < results["max_steps"]:
-        limits.append(
-            f"The training ended at step {results['step']:,} of the {results['max_steps']:,} of its schedule."
-        )
-    ratio = results["tokens"] / results["parameters"]
+    if results.outcome != "finished":
+        limits.append(f"The run {results.status}; these are the last good weights.")
+    elif results.step < results.max_steps:
+        limits.append(f"The training ended at step {results.step:,} of the {results.max_steps:,} of its schedule.")
+    ratio = results.tokens / results.parameters
     if from_scratch and ratio < 20:
         limits.append(
             f"It is undertrained: {ratio:.2g} tokens per parameter, where about 20 make the best use of a compute "

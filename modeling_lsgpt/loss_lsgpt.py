@@ -36,6 +36,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     and the loss is the Kullback-Leibler divergence `sum(p * (log(p) - log_softmax(z)))`: the cross-entropy minus a
     constant, so that it is zero where both distributions agree.
 
+    Label smoothing `e` replaces `onehot(t)` by `(1 - e) * onehot(t) + e / V` (arXiv:1512.00567). Z-loss of weight `w`
+    adds `w * logsumexp(z)**2` to the loss and `2 * w * logsumexp(z) * softmax(z)` to `g` (PaLM, arXiv:2204.02311).
+
     Matrix products are computed in the precision of the inputs, or of autocast; the loss and the weight's gradient are
     accumulated in float32 (float64 for float64). Second derivatives are not supported.
     """
@@ -48,6 +51,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         ignore_index: int,
         teacher_logits: torch.Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
         """
         Args:
@@ -58,6 +63,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             ignore_index: The target that marks tokens to leave out.
             teacher_logits (`(N, V)`, *optional*): Logits of the distributions to learn instead of the targets, which
                 then only mark the tokens to leave out.
+            label_smoothing: Share of the target that all tokens of the vocabulary get alike; not used with a teacher.
+            z_loss: Weight of the z-loss.
 
         Returns:
             The summed loss `()`, in float32 or float64.
@@ -78,9 +85,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             ):
                 states = states.to(dtype)
                 is_counted = (labels != ignore_index)[:, None]
-                log_probabilities = F.log_softmax(states @ matrix.T, dim=-1, dtype=sum_dtype)
+                logits = states @ matrix.T
+                log_probabilities = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
+                if z_loss:  # log-partition (N, 1); at the largest logit, the difference is the most precise
+                    log_partition = logits.amax(-1, True).to(sum_dtype) - log_probabilities.amax(-1, True)
+                    loss += z_loss * log_partition.square().where(is_counted, 0.0).sum()
+                del logits
                 if teacher is None:
-                    loss += F.nll_loss(log_probabilities, labels, reduction="sum", ignore_index=ignore_index)
+                    nll = F.nll_loss(log_probabilities, labels, reduction="sum", ignore_index=ignore_index)
+                    loss += (1 - label_smoothing) * nll
+                    if label_smoothing:
+                        loss -= label_smoothing * log_probabilities.mean(-1, True).where(is_counted, 0.0).sum()
                 else:
                     difference = F.log_softmax(teacher, dim=-1, dtype=sum_dtype)
                     target = difference.exp()
@@ -89,8 +104,13 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if not (needs_states or needs_weight):
                     continue
                 gradient = log_probabilities.exp_()  # in place, because chunks of logits are large
+                if z_loss:
+                    gradient *= 1 + 2 * z_loss * log_partition
                 if teacher is None:
-                    gradient.scatter_add_(1, labels.clamp(min=0)[:, None], gradient.new_full(is_counted.shape, -1.0))
+                    share = gradient.new_full(is_counted.shape, label_smoothing - 1.0)
+                    gradient.scatter_add_(1, labels.clamp(min=0)[:, None], share)
+                    if label_smoothing:
+                        gradient -= label_smoothing / gradient.shape[1]
                 else:
                     gradient -= target
                 gradient = gradient.to(dtype)
@@ -115,7 +135,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             None if saved is None else (saved * gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def causal_lm_loss(
@@ -126,6 +146,8 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     teacher_logits: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     **kwargs,
 ) -> torch.Tensor:
     """
@@ -142,6 +164,10 @@ def causal_lm_loss(
         teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then the
             Kullback-Leibler divergence between its distributions and this model's, at every token that predicts a
             label.
+        label_smoothing: Share of the target that all tokens of the vocabulary get alike (arXiv:1512.00567), as in
+            `TrainingArguments`; not used with a teacher.
+        z_loss: Weight of the squared log-partition of the logits, `logsumexp(logits)**2`, which is added to the loss
+            of every token that predicts a label (PaLM, arXiv:2204.02311, with 1e-4).
         **kwargs: Not used, as in `ForCausalLMLoss`.
 
     Returns:
@@ -153,27 +179,49 @@ def causal_lm_loss(
     teacher = None if teacher_logits is None else teacher_logits.flatten(0, 1)
     if _is_plain_matrix(lm_head, states.device):
         weight = lm_head.weight if torch.is_grad_enabled() else lm_head.weight.detach()
-        loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index, teacher)
+        loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index, teacher, label_smoothing, z_loss)
     else:
         teacher_chunks = repeat(None) if teacher is None else teacher.split(CHUNK_LENGTH)
         chunks = zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks)
-        loss = sum(checkpoint(_summed_loss, lm_head, *chunk, ignore_index, use_reentrant=False) for chunk in chunks)
+        settings = ignore_index, label_smoothing, z_loss
+        loss = sum(checkpoint(_summed_loss, lm_head, *chunk, *settings, use_reentrant=False) for chunk in chunks)
     if num_items_in_batch is not None:
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
     count = (targets != ignore_index).sum()
     return (loss / count.clamp(min=1)).where(count > 0, math.nan)
 
 
+def refuse_loss_arguments(
+    teacher_logits: torch.Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, **kwargs
+):
+    """Raises `ValueError` if an argument of `causal_lm_loss` is set that other losses would ignore."""
+    given = {"teacher_logits": teacher_logits is not None, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    if name := next((name for name, is_set in given.items() if is_set), None):
+        raise ValueError(
+            f"`{name}` must be unset without `skip_logits` or with a custom `loss_function`, because the loss would "
+            "not use it"
+        )
+
+
 def _summed_loss(
-    lm_head, states: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None, ignore_index: int
+    lm_head,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    teacher: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
 ) -> torch.Tensor:
     logits = lm_head(states)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    penalty = z_loss * logits.logsumexp(-1).square().where(targets != ignore_index, 0.0).sum() if z_loss else 0.0
     if teacher is None:
-        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+        return penalty + F.cross_entropy(
+            logits, targets, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
     expected = F.log_softmax(teacher, dim=-1, dtype=logits.dtype)
     divergence = F.kl_div(F.log_softmax(logits, dim=-1), expected, reduction="none", log_target=True).sum(-1)
-    return divergence.where(targets != ignore_index, 0.0).sum()
+    return penalty + divergence.where(targets != ignore_index, 0.0).sum()
 
 
 def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:

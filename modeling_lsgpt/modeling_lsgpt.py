@@ -39,7 +39,7 @@ from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks,
 from .cache_lsgpt import check_cache, make_room
 from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
 from .linear_lsgpt import make_linear
-from .loss_lsgpt import causal_lm_loss
+from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
 from .telemetry_lsgpt import update_max_logits
 from .visibility_lsgpt import describe_visibility, may_look_at
 
@@ -570,7 +570,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then
                 the Kullback-Leibler divergence between its distributions and this model's, at every token that
                 predicts a label. Only with `skip_logits`.
-            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided.
+            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided; and
+                `label_smoothing` and `z_loss`, see `causal_lm_loss`, only with `skip_logits`.
 
         Returns:
             Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and
@@ -578,16 +579,13 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: If `LSGPTModel` rejects the inputs, labels have the wrong shape or are outside the vocabulary,
-                logits are skipped without labels, or teacher logits are passed where the loss would not use them.
+                logits are skipped without labels, or something is passed that the loss would not use.
         """
         if skip_logits and labels is None:
             raise ValueError("`skip_logits` must be False without `labels`: there would be nothing to return")
         has_own_loss = skip_logits and self.loss_function is ForCausalLMLoss
-        if teacher_logits is not None and not has_own_loss:
-            raise ValueError(
-                "`teacher_logits` must be unset without `skip_logits` or with a custom `loss_function`, because the "
-                "loss would not use them"
-            )
+        if not has_own_loss:
+            refuse_loss_arguments(teacher_logits, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

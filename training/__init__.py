@@ -15,15 +15,15 @@ from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cro
 from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
 from .plots import plot_max_logits
 from .report import write_report
+from .results import RunResult
 from .soft_thinking import find_end_of_thinking, generate_soft_thinking
-from .stabilizers import STABILIZERS, adagc_optimizer, add_z_loss, attend_in_float32
+from .stabilizers import adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback, qk_clip
 from .train import LSGPTTrainer, build_trainer, run
 
 
 __all__ = [
     "AVERAGES",
-    "STABILIZERS",
     "Arguments",
     "AveragedWeightsCallback",
     "BitsPerByte",
@@ -36,12 +36,12 @@ __all__ = [
     "ModelArguments",
     "Perplexity",
     "RunArguments",
+    "RunResult",
     "SaveOnSignalCallback",
     "StepTimerCallback",
     "StopAtStepCallback",
     "StopOnBadLossCallback",
     "adagc_optimizer",
-    "add_z_loss",
     "attend_in_float32",
     "build_trainer",
     "collate_blocks",

@@ -22,7 +22,6 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest, with_unit
 
 from .averaging import AVERAGES, read_averaging
-from .stabilizers import STABILIZERS, config_fields, read_stabilizers
 
 
 @dataclass
@@ -127,19 +126,21 @@ class DataArguments:
 class RunArguments:
     """How the run is monitored and kept stable."""
 
-    stabilizers: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": f"Any of {', '.join(STABILIZERS)}: names for the published defaults, as in 'qk-norm,z-loss', or "
-            "'{z-loss: 1e-3}' for other values."
-        },
+    z_loss: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the squared log-partition in the training loss (z-loss); published: 1e-4."},
     )
+    fp32_attention: bool = field(default=False, metadata={"help": "Compute attention in float32 under autocast."})
     max_logit_every_n_steps: int = field(
         default=50, metadata={"help": "Measure the attention logits every this many steps; 0 turns it off."}
     )
     max_logit_threshold: float = field(default=100.0, metadata={"help": "A larger logit counts as an explosion."})
     on_explosion: str = field(
-        default="warn", metadata={"help": "What to do if a logit exceeds max_logit_threshold: warn, stop or clip."}
+        default="warn",
+        metadata={
+            "help": "What to do if a logit exceeds max_logit_threshold: warn, stop or clip "
+            "(QK-clip, which then measures every step)."
+        },
     )
     averaging: dict | str | None = field(
         default=None,
@@ -158,7 +159,6 @@ class RunArguments:
     )
 
     def __post_init__(self):
-        self.stabilizers = read_stabilizers(_read_yaml(self.stabilizers))
         self.averaging = read_averaging(_read_yaml(self.averaging))
 
 
@@ -171,6 +171,14 @@ def _read_yaml(value):
 
 _ARGUMENT_TYPES = (ModelArguments, DataArguments, RunArguments, TrainingArguments)
 _FIELDS = [f.name for argument_type in _ARGUMENT_TYPES for f in fields(argument_type) if f.init]
+
+ADAGC = "adagc"
+
+_NO_STABILIZERS = (
+    "the field `stabilizers`, which has been replaced: qk-norm by `config_overrides: {qk_norm: true}`, softcap by "
+    "`config_overrides: {attn_logit_softcapping: 50.0}`, z-loss by `z_loss: 1.0e-4`, qk-clip by `on_explosion: clip`, "
+    "adagc by `optim: adagc` with `max_grad_norm: 0`, and fp32-attention by `fp32_attention: true`"
+)
 
 _TRAINABLE = ("all", "light", "lora")
 _ON_EXPLOSION = ("warn", "stop", "clip")
@@ -194,6 +202,7 @@ _RANGES = {
     "sink_learning_rate": (0, math.inf),
     "stop_at_step": (1, math.inf),
     "weight_decay": (0, math.inf),
+    "z_loss": (0, math.inf),
 }
 """Fields that must be at least the first number and below the second. Other values would fail late, or silently."""
 
@@ -220,9 +229,14 @@ class Arguments(NamedTuple):
     recipe: dict
     """The fields that repeat the run: all of model, data and run, the seed, and changed `TrainingArguments`."""
 
+    @property
+    def uses_adagc(self) -> bool:
+        """Whether the recipe asks for `optim: adagc`, which `TrainingArguments` does not know."""
+        return self.recipe.get("optim") == ADAGC
+
     def build_config(self) -> LSGPTConfig:
         """
-        Returns the configuration of the preset, or of the checkpoint to fine-tune, with overrides and stabilizers.
+        Returns the configuration of the preset, or of the checkpoint to fine-tune, with the overrides.
         Raises `ValueError` as `load_preset` and `load_config` do.
         """
         model = self.model
@@ -230,12 +244,16 @@ class Arguments(NamedTuple):
             (load_config, model.model_name_or_path) if model.model_name_or_path else (load_preset, model.preset)
         )
         overrides: Any = model.config_overrides or {}  # annotated as `dict | str` for the parser
-        return load(name, **{**overrides, **config_fields(self.run.stabilizers)})
+        return load(name, **overrides)
 
 
 def make_parser(**kwargs) -> HfArgumentParser:
     """Returns the parser of all fields; `kwargs` are passed to `argparse.ArgumentParser`."""
-    return HfArgumentParser(_ARGUMENT_TYPES, allow_abbrev=False, exit_on_error=False, **kwargs)
+    parser = HfArgumentParser(_ARGUMENT_TYPES, allow_abbrev=False, exit_on_error=False, **kwargs)
+    for action in parser._actions:  # AdaGC is no optimizer of Transformers, see `Arguments.uses_adagc`
+        if action.dest == "optim":
+            action.choices = [*(action.choices or ()), ADAGC]
+    return parser
 
 
 def parse_arguments(
@@ -265,7 +283,8 @@ def parse_arguments(
     parser.set_defaults(**_read_recipe(recipe))
     namespace = _parse_command_line(parser, overrides)
     has_folder = _choose_folder(namespace)
-    model_args, data_args, run_args, training_args = parser.parse_dict(vars(namespace))
+    optimizer = {"optim": "adamw_torch"} if namespace.optim == ADAGC else {}
+    model_args, data_args, run_args, training_args = parser.parse_dict({**vars(namespace), **optimizer})
     resolved = _resolve_recipe(model_args, data_args, run_args, training_args, namespace, defaults)
     arguments = Arguments(model_args, data_args, run_args, training_args, resolved)
     check_arguments(arguments)
@@ -291,6 +310,8 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
     values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
     name = "run" if isinstance(recipe, dict) else Path(recipe).stem
     values["run_name"] = name = values.get("run_name") or name
+    if values.pop("stabilizers", None):  # an old recipe without any has an empty one
+        raise ValueError(f"recipe {name} has {_NO_STABILIZERS}")
     for field_name in values:
         if field_name not in _FIELDS:
             raise ValueError(f"recipe {name} has an unknown field {field_name!r}{suggest(str(field_name), _FIELDS)}")
@@ -308,6 +329,8 @@ def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> a
         if not argument.startswith("--"):
             raise ValueError(f"unexpected argument {argument!r}; fields are given as --field value")
         option = argument.split("=")[0]
+        if option == "--stabilizers":
+            raise ValueError(f"there is {_NO_STABILIZERS}")
         hint = suggest(option.replace("-", "_").replace("__", "--", 1), [f"--{name}" for name in _FIELDS])
         raise ValueError(f"unknown field {option!r}{hint}")
     return namespace
@@ -368,6 +391,11 @@ def check_arguments(arguments: Arguments):
         )
     if data_args.streaming and training_args.max_steps <= 0:
         raise ValueError("`max_steps` must be set with `streaming`: a stream has no length")
+    if run_args.on_explosion in ("stop", "clip") and not run_args.max_logit_every_n_steps:
+        raise ValueError(
+            f"`max_logit_every_n_steps` must be at least 1 with `on_explosion: {run_args.on_explosion}`, which needs "
+            "measurements; got 0"
+        )
     if run_args.on_explosion not in _ON_EXPLOSION:
         raise ValueError(f"`on_explosion` must be one of {', '.join(_ON_EXPLOSION)}; got {run_args.on_explosion!r}")
     if training_args.push_to_hub and run_args.license is None:
@@ -381,7 +409,7 @@ def check_arguments(arguments: Arguments):
             f"`attn_implementation` must not be {engine} for training on the CPU: {reason}; leave it out, or use sdpa"
         )
     _check_trackers(training_args)
-    _check_stabilizers(run_args, training_args, config)
+    _check_stabilizers(arguments, config)
     _check_averaging(arguments)
 
 
@@ -426,11 +454,9 @@ def _check_healing(arguments: Arguments):
     is_file = teacher and (looks_like_a_path(teacher) or teacher.endswith(".gguf"))
     if is_file and not Path(teacher).exists():
         raise ValueError(f"`teacher` must be a folder, a name on the Hub or a GGUF file; there is no {teacher!r}")
-    if teacher and "z-loss" in run_args.stabilizers:
-        raise ValueError("`teacher` must not be combined with z-loss, which is part of the loss on the text")
     if teacher and training_args.label_smoothing_factor:
         raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
-    if trainable != "all" and (run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers):
+    if trainable != "all" and run_args.on_explosion == "clip":
         raise ValueError(f"QK-clip must not be combined with `trainable: {trainable}`: it scales frozen weights")
     is_sharded = training_args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     for name, is_set in (("teacher", teacher), ("trainable: lora", trainable == "lora")):
@@ -448,14 +474,20 @@ def _check_trackers(args: TrainingArguments):
             )
 
 
-def _check_stabilizers(run_args: RunArguments, training_args: TrainingArguments, config: LSGPTConfig):
-    clips = run_args.on_explosion == "clip" or "qk-clip" in run_args.stabilizers
+def _check_stabilizers(arguments: Arguments, config: LSGPTConfig):
+    run_args, training_args, uses_adagc = arguments.run, arguments.training, arguments.uses_adagc
+    clips = run_args.on_explosion == "clip"
     has_deepspeed = training_args.deepspeed_plugin is not None
     if clips and has_deepspeed:
         raise ValueError("QK-clip must not be combined with DeepSpeed, which overwrites changes to the weights")
-    if "adagc" in run_args.stabilizers and (has_deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
+    if uses_adagc and (has_deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
         raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
-    if "adagc" in run_args.stabilizers and find_spec("pytorch_optimizer") is None:
+    if uses_adagc and training_args.max_grad_norm != 0:
+        raise ValueError(
+            "`max_grad_norm` must be 0 with `optim: adagc`, which clips the gradient of each tensor instead; got "
+            f"{training_args.max_grad_norm}"
+        )
+    if uses_adagc and find_spec("pytorch_optimizer") is None:
         raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer")
     if clips and config.qk_norm:
         raise ValueError("QK-clip must not be combined with QK-norm: normalized queries ignore their weights' scale")

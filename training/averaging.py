@@ -23,10 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging
 
 from lsgpt.utilities import suggest
 
 from .callbacks import local_part
+
+
+logger = logging.get_logger(__name__)
 
 
 class Average(NamedTuple):
@@ -105,7 +109,8 @@ class AveragedWeightsCallback(TrainerCallback):
     Keeps an average of the weights during training. The training itself stays bitwise the same.
 
     At the end of the training, the averaged model is saved in the folder `averaged` of the `output_dir`, from which
-    `from_pretrained` can load it. Every checkpoint contains the average, and a resumed training continues it.
+    `from_pretrained` can load it. With `load_best_model_at_end`, it is that of the best checkpoint. Every checkpoint
+    contains the average, and a resumed training continues it.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.999)])
@@ -220,6 +225,11 @@ class AveragedWeightsCallback(TrainerCallback):
         if state.global_step > 0:
             self._load(args, state, model)
             return
+        if state.max_steps < self.settings["every_n_steps"]:
+            logger.warning(
+                f"the averaged weights will stay those of the untrained model: {self.kind} is updated every "
+                f"{self.settings['every_n_steps']} steps, and the training has {state.max_steps}; set `every_n_steps`"
+            )
         for part in self._parts().values():
             part.clear()
             part.update({name: weight.to(torch.float32, copy=True) for name, weight in weights.items()})
@@ -242,6 +252,9 @@ class AveragedWeightsCallback(TrainerCallback):
         os.replace(unfinished, file)  # so that a run that is killed leaves a complete file or none
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None and (file := Path(best) / self._file_name(args, model)).is_file():
+            self._read(file, _trained_weights(model))  # the model has the weights of this checkpoint, too
         self.save_pretrained(model, Path(args.output_dir) / self.name, processing_class)
 
     @contextlib.contextmanager
@@ -355,6 +368,13 @@ class AveragedWeightsCallback(TrainerCallback):
             return f"{self.name}-{args.process_index + 1:05d}-of-{args.world_size:05d}.safetensors"
         return f"{self.name}.safetensors"
 
+    def _read(self, file: Path, weights: dict[str, torch.Tensor]):
+        with safe_open(file, framework="pt") as tensors:
+            for part, values in self._parts().items():
+                values.clear()
+                for name, weight in weights.items():
+                    values[name] = tensors.get_tensor(f"{part}.{name}").to(weight.device)
+
     def _load(self, args, state, model: nn.Module):
         """
         Loads the averages of the checkpoint that the Trainer has loaded.
@@ -379,10 +399,7 @@ class AveragedWeightsCallback(TrainerCallback):
                         f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {folder}, to resume "
                         f"from it; got {self.kind}"
                     )
-                for part, values in self._parts().items():
-                    values.clear()
-                    for name, weight in weights.items():
-                        values[name] = file.get_tensor(f"{part}.{name}").to(weight.device)
+            self._read(folder / file_name, weights)
             return
         places = " and ".join(str(folder / file_name) for folder in dict.fromkeys(folders))
         raise ValueError(

@@ -1,16 +1,21 @@
 """Callbacks for any `transformers.Trainer`."""
 
+import inspect
 import json
 import math
+import os
 import signal
 import statistics
+import threading
 import time
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 
@@ -84,14 +89,28 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = False
         """Whether a signal ended the training."""
         self._is_pending = False
-        self._previous_handler = None
+        self._previous_handler: Any = None
+        self._loop: CodeType | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.was_signalled = self._is_pending = False
+        self._restore()  # after a training that an exception ended
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
+            return
+        frame = inspect.currentframe()
+        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        self._loop = frame.f_code if frame is not None else None
         self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
 
     def on_train_end(self, args, state, control, **kwargs):
-        signal.signal(signal.SIGTERM, self._previous_handler)
+        self._restore()
+
+    def _restore(self):
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
 
     def on_step_end(self, args, state, control, **kwargs):
         self.was_signalled = any_process(self._is_pending, args.device)
@@ -101,29 +120,69 @@ class SaveOnSignalCallback(TrainerCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
+        while self._loop is not None and frame is not None and frame.f_code is not self._loop:
+            frame = frame.f_back
+        if frame is None:  # an exception has ended the training, and nobody will look
+            self._restore()
+            os.kill(os.getpid(), signal_number)
+            return
         self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times the optimizer steps, without waiting for data, evaluation, logging and saving."""
+    """
+    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens.
+
+    The number of tokens so far is the Trainer's `state.num_input_tokens_seen`, which every checkpoint contains. It
+    counts the tokens that the model was given in steps that were taken, on all processes.
+    """
 
     def __init__(self):
         self.seconds: list[float] = []
         """Wall-clock time of each step so far."""
-        self._start = 0.0
+        self.tokens: list[int] = []
+        """Number of tokens of each step so far, on all processes."""
+        self._start, self._step_tokens = 0.0, 0
+        self._hook = None
 
     @property
     def median(self) -> float:
         """Median seconds per step; the first three (warm-up) count only if there are no others."""
         return statistics.median(self.seconds[3:] or self.seconds or [math.nan])
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the steps; the first three count only if there are no others."""
+        speeds = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)]
+        return statistics.median(speeds[3:] or speeds or [math.nan])
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.seconds, self.tokens = [], []  # a training may begin again with a smaller batch
+        if self._hook is not None:  # of a training that an exception ended
+            self._hook.remove()
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._hook.remove()
+
     def on_step_begin(self, args, state, control, **kwargs):
-        self._start = time.perf_counter()
+        self._start, self._step_tokens = time.perf_counter(), 0
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.tokens.append(self._step_tokens * args.world_size)
+        is_taken = getattr(state, "prevented_step", None) != state.global_step + 1  # see StopOnBadLossCallback
+        if is_taken and args.include_num_input_tokens_seen == "no":
+            state.num_input_tokens_seen += self.tokens[-1]
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._start)
+
+    def _count(self, model: nn.Module, args: tuple, inputs: dict):
+        ids = inputs.get("input_ids", args[0] if args else None)
+        if model.training and isinstance(ids, torch.Tensor):
+            self._step_tokens += ids.numel()
 
 
 def any_process(value: bool, device: torch.device) -> bool:
@@ -164,6 +223,7 @@ class StopOnBadLossCallback(TrainerCallback):
         self._filters = True
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.bad_step = None
         self._filters, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
         if self._hook is not None:  # of a training that an exception ended
             self._hook.remove()
@@ -182,6 +242,7 @@ class StopOnBadLossCallback(TrainerCallback):
         if not is_loss and (args.fp16 or not any_process(_has_bad_gradient(model), args.device)):
             return
         self.bad_step = state.global_step + 1
+        state.prevented_step = self.bad_step
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
         control.should_save = control.should_training_stop = True

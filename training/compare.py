@@ -1,5 +1,6 @@
 """Comparisons: train every arm (a named set of recipe fields) with every seed, and write one report."""
 
+import json
 import math
 import shutil
 import statistics
@@ -19,8 +20,8 @@ from .callbacks import read_metrics
 from .data import ALGORITHMS
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves
 from .processes import Command, run_commands
-from .report import describe_environment, points_of, read_results, write_results
-from .stabilizers import read_stabilizers
+from .report import describe_environment, points_of
+from .results import RunResult, finite
 from .train import check_checkpoint, load_texts, make_tokenizer
 
 
@@ -118,8 +119,8 @@ def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
     """
-    Returns the arguments of an arm. Its `config_overrides` and `stabilizers` are added to those of `base`; its other
-    fields replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
+    Returns the arguments of an arm. Its `config_overrides` are added to those of `base`; its other fields
+    replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
     """
     arms = load_arms(arms_file)
     if arm not in arms:
@@ -134,7 +135,6 @@ def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ())
     """
     merged = {**base, **fields, "run_name": name}
     merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
-    merged["stabilizers"] = {**base["stabilizers"], **read_stabilizers(fields.get("stabilizers"))}
     return parse_arguments(merged, overrides)
 
 
@@ -176,10 +176,9 @@ def find_checkpoint_or_delete_run(run_folder: Path) -> Path | None:
 
 
 def _print_result(folder: Path, arm: str, seed: int):
-    results = read_results(folder / arm / f"seed-{seed}")
-    status, perplexity = results["status"], results["eval_perplexity"]
-    duration = format_duration(results["train_seconds"])
-    print(f"{arm}, seed {seed}: {status}, perplexity {perplexity:.2f} ({duration})", flush=True)
+    result = RunResult.read(folder / arm / f"seed-{seed}")
+    duration = format_duration(result.train_seconds)
+    print(f"{arm}, seed {seed}: {result.status}, perplexity {result.eval_perplexity:.2f} ({duration})", flush=True)
 
 
 def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], seeds: Sequence[int]) -> Path:
@@ -199,14 +198,18 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     results, logs = {}, {}
     for arm in recipes:
         runs = [folder / arm / f"seed-{seed}" for seed in seeds]
-        results[arm] = [read_results(run) for run in runs]
+        results[arm] = [RunResult.read(run) for run in runs]
         logs[arm] = [read_metrics(run / "metrics.jsonl") for run in runs]
     summary = {
-        arm: [{name: value for name, value in run.items() if name != "loss_by_position"} for run in runs]
+        arm: [
+            {"status": run.status, **{name: value for name, value in vars(run).items() if name != "loss_by_position"}}
+            for run in runs
+        ]
         for arm, runs in results.items()
     }
     environment = describe_environment()
-    write_results(folder, {"environment": environment, "arms": summary})
+    text = json.dumps(finite({"environment": environment, "arms": summary}), indent=2)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
 
     step, loss = "optimizer step", "cross-entropy (nats per token)"
     plots = []
@@ -229,10 +232,7 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     ):
         curves = {arm: [points_of(history, key, math.nan) for history in histories] for arm, histories in logs.items()}
         draw(file, title, curves, step, ylabel, **options)
-    curves = {
-        arm: [average_in_bins([float("nan") if x is None else x for x in run["loss_by_position"]]) for run in runs]
-        for arm, runs in results.items()
-    }
+    curves = {arm: [average_in_bins(run.loss_by_position) for run in runs] for arm, runs in results.items()}
     draw("loss_by_position.png", "Loss by position", curves, CONTEXT_LABEL, loss, log_x=True)
 
     differences = {
@@ -243,8 +243,8 @@ def write_comparison(folder: str | Path, base: dict, recipes: dict[str, dict], s
     report = f"""# Comparison: {base["run_name"]}
 
 {len(recipes)} arms, {len(seeds)} seeds each ({", ".join(map(str, seeds))}). Mean ± sample standard deviation over the
-seeds whose run finished; the largest logit is that of all seeds and measured steps; speed is the median over the
-steps, without waiting for data.
+seeds whose run finished; the others, which diverged or were stopped, are lost. The largest logit is that of all seeds
+and measured steps; speed is the median over the steps, without waiting for data.
 
 {_results_table(results)}
 
@@ -270,14 +270,22 @@ steps, without waiting for data.
     return path
 
 
-def _results_table(results: dict[str, list[dict]]) -> str:
-    columns = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "diverged"]
+def _results_table(results: dict[str, list[RunResult]]) -> str:
+    columns = [
+        "arm",
+        "validation perplexity",
+        "bits per byte",
+        "largest logit",
+        "tokens/s",
+        "peak memory",
+        "lost",
+    ]
     rows = []
     for arm, runs in results.items():
         # A run may diverge after its last measured loss; its perplexity is then not finite.
-        finished = [run for run in runs if run["status"] == "finished" and math.isfinite(run["eval_perplexity"])]
+        finished = [run for run in runs if run.outcome == "finished" and math.isfinite(run.eval_perplexity)]
         # A run that was killed after its last step has taken no step since, whose time could be measured.
-        speeds = [run["tokens_per_second"] for run in runs if math.isfinite(run["tokens_per_second"])]
+        speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
         rows.append(
             [
                 arm,
@@ -285,15 +293,15 @@ def _results_table(results: dict[str, list[dict]]) -> str:
                 _mean_and_deviation(finished, "eval_bits_per_byte", 4),
                 _mean_and_deviation(runs, "max_logit", 1),
                 f"{statistics.median(speeds):,.0f}" if speeds else "-",
-                with_unit(max(run["peak_memory_bytes"] for run in runs), "B"),
+                with_unit(max(run.peak_memory_bytes for run in runs), "B"),
                 f"{len(runs) - len(finished)} of {len(runs)}",
             ]
         )
     return table(rows, columns)
 
 
-def _mean_and_deviation(runs: list[dict], key: str, digits: int) -> str:
-    values = [run[key] for run in runs if run[key] is not None]
+def _mean_and_deviation(runs: list[RunResult], key: str, digits: int) -> str:
+    values = [getattr(run, key) for run in runs if getattr(run, key) is not None]
     if not values:
         return "-"
     if not all(map(math.isfinite, values)):

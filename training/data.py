@@ -4,10 +4,13 @@ Documents are rows of a `datasets` dataset with a column `text`, so every step a
 """
 
 import hashlib
+import inspect
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
 
 from lsgpt.utilities import suggest
@@ -51,6 +55,9 @@ _NOT_LIBRARY_SOURCE = {
 _HELD_OUT_256THS = 13  # about a twentieth
 
 STDLIB = "stdlib"
+STDLIB_SHARDS = 16
+"""Number of parts of a stream of `stdlib`, and so of the workers that can share it."""
+
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of `datasets`
 _SPLIT_NAMES = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 
@@ -66,8 +73,9 @@ def load_documents(
     Loads the documents of a dataset.
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
-    share of the training documents is held out. For 5%, this is every 20th document or, if there are fewer than 20,
-    the last 5% of the text of each document. A split or a file called `test` is not used.
+    share of the training documents is held out. A hash of its text decides about each document, so that the number of
+    files, their order and equal documents make no difference. If there are too few documents, the end of each is held
+    out, for example the last 5% of its text. A split or a file called `test` is not used.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
@@ -87,7 +95,13 @@ def load_documents(
     if not 1 <= validation_percentage <= 50:
         raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
     if dataset_name == STDLIB:
-        return load_stdlib()
+        splits = load_stdlib()
+        if not streaming:
+            return splits
+        shards = {name: min(STDLIB_SHARDS, len(documents)) for name, documents in splits.items()}
+        return IterableDatasetDict(
+            {name: documents.to_iterable_dataset(shards[name]) for name, documents in splits.items()}
+        )
     is_local = Path(dataset_name).exists()
     if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
         siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
@@ -183,20 +197,20 @@ def _local_files(path: Path) -> dict:
 
 def _hold_out(documents: Dataset | IterableDataset, percentage: int) -> tuple:
     """Splits documents into training and validation documents, see `load_documents`."""
-    if isinstance(documents, Dataset) and len(documents) * percentage < 100:
-        cuts = [len(text) - max(len(text) * percentage // 100, 1) for text in documents["text"]]
-        parts = ([text[:cut] for text, cut in zip(documents["text"], cuts)], [])
-        parts[1].extend(text[cut:] for text, cut in zip(documents["text"], cuts))
-        return tuple(Dataset.from_dict({"text": part}) for part in parts)
-    return (
-        documents.filter(_is_held_out, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": False}),
-        documents.filter(_is_held_out, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": True}),
+    parts = tuple(
+        documents.filter(_is_held_out, fn_kwargs={"percentage": percentage, "wanted": wanted}, input_columns="text")
+        for wanted in (False, True)
     )
+    if isinstance(documents, IterableDataset) or (len(documents) * percentage >= 100 and all(map(len, parts))):
+        return parts
+    cuts = [len(text) - max(len(text) * percentage // 100, 1) for text in documents["text"]]
+    pairs = [(text[:cut], text[cut:]) for text, cut in zip(documents["text"], cuts)]
+    return tuple(Dataset.from_dict({"text": list(texts)}) for texts in zip(*pairs))
 
 
-def _is_held_out(row: dict, index: int, percentage: int, wanted: bool) -> bool:
-    """At 5%, every 20th document; without a total, which a stream does not know."""
-    return ((index + 1) * percentage // 100 > index * percentage // 100) == wanted
+def _is_held_out(text: str, percentage: int, wanted: bool) -> bool:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") % 100 < percentage) == wanted
 
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
@@ -319,24 +333,39 @@ ALGORITHMS = {
 def tokenize(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
-    """Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes."""
+    """
+    Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes. What looks like
+    a special token in a document is text, unless the tokenizer has a chat template.
+    """
     # A stream yields its first block only after a whole batch of documents, which may be books.
     batch_size = 100 if isinstance(documents, Dataset) else 4
-    options = {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names}
+    options = {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names or ["text"]}
     options["fn_kwargs"] = {"tokenizer": tokenizer}
     if isinstance(documents, Dataset):
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
             # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
-            content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
+            rule = tokenizer.eos_token_id, _is_plain_text(tokenizer)
+            content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), *rule]
             options["new_fingerprint"] = Hasher.hash(content)
     return documents.map(_tokenize_batch, **options)
 
 
 def _tokenize_batch(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
-    # `verbose=False` avoids warnings about texts longer than the model's positions, which are cut by the packing.
-    encoded = tokenizer(batch["text"], return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
+    encoded = tokenizer(
+        batch["text"],
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warnings about texts longer than the model's positions, which are cut by the packing
+        split_special_tokens=_is_plain_text(tokenizer),
+    )
+    end = tokenizer.eos_token_id  # some tokenizers add it themselves
+    return {"input_ids": [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded["input_ids"]]}
+
+
+def _is_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether what looks like a special token in a document is text. Chat templates write such tokens."""
+    return tokenizer.chat_template is None
 
 
 def pack(
@@ -353,41 +382,119 @@ def pack(
 
     Returns:
         Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`. The tokens
-        after the last full block are left out. The type is that of `tokens`.
+        after the last full block are left out. The type is that of `tokens`. A stream has the shards (files) of
+        `tokens`: if several workers share it, each packs those that it reads, and leaves out its last tokens.
 
     Raises:
         ValueError: If there is less than one block of tokens.
     """
+    packer = _Packer(block_size, respect_boundaries)
     names = ["input_ids", "position_ids"] if respect_boundaries else ["input_ids"]
-    options = {
-        "features": Features({name: Sequence(Value("int32")) for name in names}),
-        "gen_kwargs": {"tokens": tokens, "block_size": block_size, "respect_boundaries": respect_boundaries},
-    }
+    features = Features({name: Sequence(Value("int32")) for name in names})
     if isinstance(tokens, IterableDataset):
-        return IterableDataset.from_generator(_generate_blocks, **options)
+        # A stream yields its first block only after a whole batch of documents, which may be books.
+        options = {
+            "batched": True,
+            "batch_size": 4,
+            "with_indices": True,
+            "remove_columns": tokens.column_names or ["input_ids"],
+        }
+        return tokens.map(packer, features=features, **options)
     num_tokens = 0
     for document in tokens:
         num_tokens += len(document["input_ids"])
         if num_tokens >= block_size:
-            return Dataset.from_generator(_generate_blocks, **options)
+            kwargs = {"tokens": tokens, "packer": packer}
+            return Dataset.from_generator(_generate_blocks, features=features, gen_kwargs=kwargs)
     raise ValueError(f"`block_size` must be at most the {num_tokens} tokens of the data; got {block_size}")
 
 
-def _generate_blocks(tokens: Iterable[dict], block_size: int, respect_boundaries: bool) -> Iterator[dict]:
-    ids, is_start = np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
-    index = np.arange(block_size, dtype=np.int32)
-    for document in tokens:
-        new = np.asarray(document["input_ids"], dtype=np.int32)
-        ids = np.concatenate((ids, new))
-        is_start = np.concatenate((is_start, np.arange(len(new)) == 0))
-        for begin in range(0, len(ids) - block_size + 1, block_size):
-            block = {"input_ids": ids[begin : begin + block_size]}
-            if respect_boundaries:
-                starts = np.where(is_start[begin : begin + block_size], index, 0)
-                block["position_ids"] = index - np.maximum.accumulate(starts)
-            yield block
-        full = len(ids) // block_size * block_size
-        ids, is_start = ids[full:], is_start[full:]
+def shuffle_blocks(blocks: IterableDataset, seed: int, buffer_size: int) -> IterableDataset:
+    """Shuffles the files of a stream, and its blocks in a buffer. Unlike `shuffle`, it reads one file at a time."""
+    one = {"max_buffer_input_shards": 1}  # of `datasets` 5; before, that was the only way
+    options = one if one.keys() <= inspect.signature(blocks.shuffle).parameters.keys() else {}
+    return blocks.shuffle(seed=seed, buffer_size=buffer_size, **options)
+
+
+class _Packer:
+    """Maps batches of documents to the blocks that they complete, and keeps the rest for the next batch."""
+
+    def __init__(self, block_size: int, respect_boundaries: bool):
+        self.block_size = block_size
+        self.respect_boundaries = respect_boundaries
+        self._next = 0
+
+    def __call__(self, batch: dict, indices: list[int]) -> dict[str, list]:
+        if indices[0] == 0:  # of a pass, in each worker
+            self._ids, self._is_start = np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
+        elif indices[0] != self._next:
+            raise RuntimeError(
+                "a stream of blocks must be read by one iterator at a time, from its beginning; to shuffle it, use "
+                "`shuffle_blocks`"
+            )
+        self._next = indices[-1] + 1
+        new = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
+        self._ids = np.concatenate((self._ids, *new))
+        self._is_start = np.concatenate((self._is_start, *(np.arange(len(ids)) == 0 for ids in new)))
+        full = len(self._ids) // self.block_size * self.block_size
+        blocks = {"input_ids": self._ids[:full].reshape(-1, self.block_size)}
+        if self.respect_boundaries:
+            index = np.arange(self.block_size, dtype=np.int32)
+            starts = np.where(self._is_start[:full].reshape(blocks["input_ids"].shape), index, 0)
+            blocks["position_ids"] = index - np.maximum.accumulate(starts, axis=1)
+        self._ids, self._is_start = self._ids[full:], self._is_start[full:]
+        return {name: rows.tolist() for name, rows in blocks.items()}
+
+    def __getstate__(self) -> dict:
+        """Only the settings, so that equal packing has an equal place in the cache."""
+        return {"block_size": self.block_size, "respect_boundaries": self.respect_boundaries, "_next": 0}
+
+
+def _generate_blocks(tokens: Dataset, packer: _Packer) -> Iterator[dict]:
+    for number, document in enumerate(tokens):
+        blocks = packer({"input_ids": [document["input_ids"]]}, [number])
+        yield from (dict(zip(blocks, rows)) for rows in zip(*blocks.values()))
+
+
+class Passes(torch.utils.data.IterableDataset):
+    """
+    Batches of passes over a stream, one after the other and without end, for a `DataLoader` with `batch_size=None`.
+
+    All batches are full: one that is not at the end of a pass takes its other rows from the next pass. With several
+    processes, each reads the whole stream and takes its share of every `world_size` batches, so that together they see
+    what one process would see with larger batches.
+    """
+
+    def __init__(self, rows: DataLoader, batch_size: int, collate: Callable, process_index: int, world_size: int):
+        """
+        Args:
+            rows: The rows of one pass, one at a time; its `dataset` may have `set_epoch`.
+            batch_size: Number of rows in a batch of one process.
+            collate: Makes a batch of a list of rows.
+            process_index: The number of this process.
+            world_size: The number of processes.
+        """
+        self.rows, self.batch_size, self.collate = rows, batch_size, collate
+        self.process_index, self.world_size = process_index, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields batches. Raises `ValueError` if a pass has no rows."""
+        rows = self._read()
+        while True:
+            together = list(islice(rows, self.batch_size * self.world_size))
+            begin = self.process_index * self.batch_size
+            yield self.collate(together[begin : begin + self.batch_size])
+
+    def _read(self) -> Iterator[dict]:
+        for number in count():
+            if hasattr(self.rows.dataset, "set_epoch"):
+                self.rows.dataset.set_epoch(number)
+            is_empty = True
+            for row in self.rows:
+                is_empty = False
+                yield row
+            if is_empty:
+                raise ValueError("`train_dataset` must have rows; the stream has none")
 
 
 def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:

@@ -118,8 +118,8 @@ def _keeps_documents_apart(teacher: PreTrainedModel, vocab_size: int) -> bool:
 
 @torch.no_grad()
 def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the teacher's logits `(B, T, V)` for the `input_ids` `(B, T)` and, if given, the `position_ids`."""
-    inputs = {key: inputs[key] for key in ("input_ids", "position_ids") if key in inputs}
+    """Returns the teacher's logits `(B, T, V)` for `input_ids` `(B, T)` and, if given, their mask and positions."""
+    inputs = {key: inputs[key] for key in ("input_ids", "attention_mask", "position_ids") if key in inputs}
     # With a cache, the models of Transformers do not detect packed documents.
     return teacher(**inputs, use_cache=False).logits
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import json
-import math
 import os
 import platform
 import shlex
@@ -17,11 +15,21 @@ import yaml
 from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
 
-from .callbacks import read_metrics
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
+from .results import RunResult, finite
 
 
-_MAY_BE_MISSING = ("eval_averaged_perplexity", "max_logit", "perplexity_before_training", "teacher_perplexity")
+__all__ = [
+    "describe_commit",
+    "describe_environment",
+    "finite",
+    "format_results",
+    "peak_memory",
+    "points_of",
+    "reset_peak_memory",
+    "write_report",
+]
+
 _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -89,39 +97,11 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def finite(value):
-    """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_results(folder: Path, results: dict):
-    """Writes `results.json`; numbers that JSON cannot represent become `null`."""
-    text = json.dumps(finite(results), indent=2)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-
-
-def read_results(folder: Path) -> dict:
-    """
-    Reads the `results.json` of a run, with `null` as NaN; except for figures that a run need not have, which are then
-    None. `max_logit` is infinite if `metrics.jsonl` has a measurement that was NaN or infinite.
-    """
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    results = {name: math.nan if x is None and name not in _MAY_BE_MISSING else x for name, x in results.items()}
-    metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
-    if any("max_logit" in log and log["max_logit"] is None for log in metrics):  # logs of other steps lack the key
-        results["max_logit"] = math.inf
-    return results
-
-
 def write_report(
     folder: str | Path,
     recipe: dict,
     config: LSGPTConfig,
-    results: dict,
+    results: RunResult,
     log_history: list[dict],
     max_logits: torch.Tensor,
     sample: str,
@@ -178,19 +158,19 @@ Repeat this run with `{shlex.join(["lsgpt", "train", str(folder / "recipe.yaml")
     return path
 
 
-def _before_and_after(recipe: dict, results: dict) -> str:
+def _before_and_after(recipe: dict, results: RunResult) -> str:
     """Returns a section that compares a checkpoint before and after further training, if there are figures for it."""
-    before, teacher = results.get("perplexity_before_training"), results.get("teacher_perplexity")
+    before, teacher = results.perplexity_before_training, results.teacher_perplexity
     if not recipe.get("model_name_or_path") or (before is None and teacher is None):
         return ""
     rows = {
         f"teacher, `{recipe.get('teacher')}`": teacher,
         f"before the training, `{recipe['model_name_or_path']}`": before,
-        "after the training": results["eval_perplexity"],
+        "after the training": results.eval_perplexity,
     }
     share = (lambda value: f" ({value / teacher:.3f} of the teacher's)") if teacher else (lambda value: "")
-    rows = {name: f"{value:.2f}{share(value)}" for name, value in rows.items() if value is not None}
-    section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(rows.items())}\n\n"
+    shown = {name: f"{value:.2f}{share(value)}" for name, value in rows.items() if value is not None}
+    section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(shown.items())}\n\n"
     if teacher is None:
         section += (
             "This run had no teacher. What it gained may come from learning this text rather than from healing. To "
@@ -226,7 +206,7 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
         "The heat map\nshows those of the trained model in one block of held-out text, which is why its numbers are "
         "usually smaller.\n"
     )
-    by_position = {"evaluation (held-out text)": [average_in_bins(results["loss_by_position"])]}
+    by_position = {"evaluation (held-out text)": [average_in_bins(results.loss_by_position)]}
     plot_curves(
         folder / "loss_by_position.png", by_position, CONTEXT_LABEL, "cross-entropy (nats per token)", log_x=True
     )
@@ -240,22 +220,22 @@ def points_of(log_history: list[dict], key: str, null: float | None = None) -> l
     return [(step, value) for step, value in points if value is not None]
 
 
-def format_results(results: dict) -> dict[str, str]:
+def format_results(results: RunResult) -> dict[str, str]:
     """Formats results for reading, with their units."""
     rows = {
-        "status": results["status"],
-        "evaluation loss (nats per token)": f"{results['eval_loss']:.4f}",
-        "evaluation perplexity (per token)": f"{results['eval_perplexity']:.2f}",
-        "evaluation bits per byte": f"{results['eval_bits_per_byte']:.4f}",
-        "parameters": f"{results['parameters']:,}",
-        "optimizer steps": f"{results['step']:,} of {results['max_steps']:,}",
-        "training tokens": f"{results['tokens']:,}",
-        "training tokens per second (median step, without waiting for data)": f"{results['tokens_per_second']:,.0f}",
-        "peak memory of the training (process 0)": with_unit(results["peak_memory_bytes"], "B"),
-        "wall time of the training since its last start, evaluation included (s)": f"{results['train_seconds']:.1f}",
+        "status": results.status,
+        "evaluation loss (nats per token)": f"{results.eval_loss:.4f}",
+        "evaluation perplexity (per token)": f"{results.eval_perplexity:.2f}",
+        "evaluation bits per byte": f"{results.eval_bits_per_byte:.4f}",
+        "parameters": f"{results.parameters:,}",
+        "optimizer steps": f"{results.step:,} of {results.max_steps:,}",
+        "training tokens": f"{results.tokens:,}",
+        "training tokens per second (median step, without waiting for data)": f"{results.tokens_per_second:,.0f}",
+        "peak memory of the training (process 0)": with_unit(results.peak_memory_bytes, "B"),
+        "wall time of the training since its last start, evaluation included (s)": f"{results.train_seconds:.1f}",
     }
-    if results.get("eval_averaged_perplexity") is not None:
-        rows["evaluation perplexity with averaged weights"] = f"{results['eval_averaged_perplexity']:.2f}"
-    if results["max_logit"] is not None:
-        rows["largest attention logit seen in training"] = f"{results['max_logit']:.4g}"
+    if results.eval_averaged_perplexity is not None:
+        rows["evaluation perplexity with averaged weights"] = f"{results.eval_averaged_perplexity:.2f}"
+    if results.max_logit is not None:
+        rows["largest attention logit seen in training"] = f"{results.max_logit:.4g}"
     return rows

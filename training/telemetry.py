@@ -77,6 +77,8 @@ class LogitTelemetryCallback(TrainerCallback):
         self.log_every_n_steps = log_every_n_steps
         self._max_logits: MaxLogits | None = None
         self._figures: dict[str, float] = {}
+        self.stop_step: int | None = None
+        """The step at which an explosion ended the training, with `on_explosion="stop"`."""
         self._has_warned = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -115,6 +117,7 @@ class LogitTelemetryCallback(TrainerCallback):
             if is_logged or self.on_explosion == "stop":
                 self._warn(maxima, layer_numbers, figures, state)
             if self.on_explosion == "stop":
+                self.stop_step = state.global_step
                 control.should_save = control.should_training_stop = True
             elif self.on_explosion == "clip":
                 qk_clip(model, maxima, self.threshold)

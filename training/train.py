@@ -13,18 +13,20 @@ import yaml
 from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lsgpt.configuration import LSGPTConfig
+from lsgpt.configuration import LSGPTConfig, load_recipe
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import load_complete, with_unit
 
@@ -39,11 +41,13 @@ from .callbacks import (
 )
 from .data import (
     ALGORITHMS,
+    Passes,
     collate_blocks,
     first_characters,
     load_documents,
     load_tokenizer,
     pack,
+    shuffle_blocks,
     tokenize,
     train_tokenizer,
 )
@@ -56,8 +60,9 @@ from .healing import (
     sink_parameters,
 )
 from .metrics import LanguageModelingMetrics, token_losses
-from .report import peak_memory, points_of, reset_peak_memory, write_report, write_results
-from .stabilizers import adagc_optimizer, add_z_loss, attend_in_float32
+from .report import peak_memory, points_of, reset_peak_memory, write_report
+from .results import RunResult
+from .stabilizers import adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 
 
@@ -74,27 +79,68 @@ class LSGPTTrainer(Trainer):
     learn from a teacher, and `save_card` writes the model card of a push.
     """
 
-    save_card: Callable[..., Any] | None = None
-    """Writes the model card, given the folder, the repository and the licence: `lsgpt.model_cards.save_card`. Without
-    it, Transformers does. It is passed in because `lsgpt.model_cards` imports this package to read runs."""
+    def __init__(
+        self,
+        *args,
+        z_loss: float = 0.0,
+        teacher: PreTrainedModel | None = None,
+        adapters: Any = None,
+        sink_learning_rate: float | None = None,
+        save_card: Callable[..., Any] | None = None,
+        **kwargs,
+    ):
+        """
+        Args:
+            *args: As for `Trainer`.
+            z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
+            teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of
+                its next-token distributions instead of the cross-entropy.
+            adapters: The adapters inside the model, see `choose_trainable`.
+            sink_learning_rate: Learning rate of the sinks and of the biases that carry their values, see
+                `sink_parameters`.
+            save_card: Writes the model card, given the folder, the repository and the licence:
+                `lsgpt.model_cards.save_card`. Without it, Transformers does. It is passed in because
+                `lsgpt.model_cards` imports this package to read runs.
+            **kwargs: As for `Trainer`.
 
-    teacher: PreTrainedModel | None = None
-    """A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its next-token
-    distributions instead of the cross-entropy."""
-
-    teacher_perplexity: float | None = None
-    """The teacher's perplexity on the evaluation data, once it has been measured."""
-
-    adapters: Any = None
-    """The adapters inside the model, see `choose_trainable`."""
-
-    sink_learning_rate: float | None = None
-    """Learning rate of the sinks and of the biases that carry their values, see `sink_parameters`."""
+        Raises:
+            ValueError: If `compute_loss_func` is given with `z_loss` or `teacher`, which it would replace, or for
+                context and sequence parallelism.
+        """
+        for name, value in (("z_loss", z_loss), ("teacher", teacher)):
+            if value and kwargs.get("compute_loss_func") is not None:
+                raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
+        self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
+        self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
+        self.teacher_perplexity: float | None = None
+        super().__init__(*args, **kwargs)
+        if teacher is not None and self.label_smoother is not None:
+            raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
 
     def create_accelerator_and_postprocess(self):
         """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
+
+    def get_train_dataloader(self) -> DataLoader:
+        """
+        As in `Trainer`, but a stream is one endless series of full batches, see `Passes`. The end of a pass then
+        changes neither the size of a step nor where a resumed training continues.
+        """
+        stream = self.train_dataset
+        if not isinstance(stream, IterableDataset):
+            return super().get_train_dataloader()
+        args, collate = self.args, self.data_collator
+        collate = self._get_collator_with_removed_columns(collate, description="Training")
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, **options)
+        passes = Passes(rows, self._train_batch_size, collate, args.process_index, args.world_size)
+        return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
@@ -118,13 +164,21 @@ class LSGPTTrainer(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        """As in `Trainer`, but training steps skip the logits, which are their largest tensor."""
-        is_models_own = self.label_smoother is None and self.compute_loss_func is None  # those read the logits
-        if model.training and is_models_own and "labels" in inputs:
-            inputs = {**inputs, "skip_logits": True}
-            if self.teacher is not None:
-                inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        """
+        As in `Trainer`, but in training steps the model computes the whole loss, with smoothed labels, z-loss and
+        teacher: it then needs no logits of all tokens, which are the largest tensor.
+        """
+        if not model.training or self.compute_loss_func is not None or "labels" not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        smoother, self.label_smoother = self.label_smoother, None
+        settings = {"z_loss": self.z_loss, "label_smoothing": smoother.epsilon if smoother else 0.0}
+        inputs = {**inputs, "skip_logits": True, **{name: value for name, value in settings.items() if value}}
+        if self.teacher is not None:
+            inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = smoother
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in `Trainer`, with another parameter group if there is a `sink_learning_rate`."""
@@ -180,6 +234,10 @@ class LSGPTTrainer(Trainer):
         card.save(Path(self.args.output_dir) / "README.md")
 
 
+def _unchanged(rows: Any) -> Any:
+    return rows
+
+
 def check_parallelism(args: TrainingArguments):
     """
     Raises `ValueError` if a script or `accelerate launch` asks for context or sequence parallelism.
@@ -219,6 +277,26 @@ def check_checkpoint(checkpoint: str | Path):
         )
 
 
+def check_stream(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
+    args, checkpoint = arguments.training, Path(checkpoint)
+    recipe = checkpoint.parent / "recipe.yaml"
+    before = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    blocks = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens, tokens_before = (
+        blocks * arguments.data.block_size,
+        state.num_input_tokens_seen // max(state.global_step, 1),
+    )
+    rule = None
+    if before != args.dataloader_num_workers:
+        rule = f"`dataloader_num_workers` must be {before}, as before; got {args.dataloader_num_workers}"
+    elif tokens_before and tokens != tokens_before:
+        rule = f"a step must have {tokens_before} tokens, as before; got {tokens}"
+    if rule:
+        raise ValueError(f"{rule}. Otherwise, the run would not continue where its stream was interrupted")
+
+
 def check_evaluation(args: TrainingArguments):
     """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
     for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
@@ -252,11 +330,13 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Tr
 
 def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
-    args, stabilizers = arguments.training, arguments.run.stabilizers
+    args = arguments.training
     check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_checkpoint(args.resume_from_checkpoint)
+        if arguments.data.streaming and not args.ignore_data_skip:
+            check_stream(args.resume_from_checkpoint, arguments)
         if arguments.run.averaging is not None:
             check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
     if args.process_index == 0:
@@ -271,17 +351,15 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         blocks = make_blocks(arguments, documents, tokenizer)
 
     model = build_model(arguments, config, tokenizer)
-    if "z-loss" in stabilizers:
-        add_z_loss(model, stabilizers["z-loss"])
-    if "fp32-attention" in stabilizers:
+    if arguments.run.fp32_attention:
         attend_in_float32(model)
     adapters = choose_trainable(model, arguments.model.trainable, arguments.model.lora_rank)
     optimizer = None
-    if "adagc" in stabilizers:
-        args.max_grad_norm = 0.0  # AdaGC replaces clipping by the global norm
-        optimizer = adagc_optimizer(args, stabilizers["adagc"])
+    if arguments.uses_adagc:
+        settings = dict(item.split("=") for item in (args.optim_args or "lambda_rel=1.05").replace(" ", "").split(","))
+        optimizer = adagc_optimizer(args, **{name: float(value) for name, value in settings.items()})
     if args.process_index == 0:
-        size = f"{len(blocks['train']):,} blocks" if isinstance(blocks["train"], Dataset) else "a stream of blocks"
+        size = _describe_size(blocks["train"], args.dataloader_num_workers)
         print(
             f"Training {_count_parameters(model)} parameters on {size} of {arguments.data.block_size} "
             f"tokens; everything goes to {args.output_dir}",
@@ -298,12 +376,14 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         preprocess_logits_for_metrics=token_losses,
         callbacks=_callbacks(arguments.run),
         optimizer_cls_and_kwargs=optimizer,
+        z_loss=arguments.run.z_loss,
+        teacher=teacher,
+        adapters=adapters,
+        sink_learning_rate=arguments.model.sink_learning_rate,
+        save_card=save_card,
     )
     if arguments.run.averaging is not None:
         _callback(trainer, AveragedWeightsCallback).attach(trainer)
-    trainer.save_card = save_card
-    trainer.teacher, trainer.adapters = teacher, adapters
-    trainer.sink_learning_rate = arguments.model.sink_learning_rate
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
         # Accelerate's own policy sums gradients in bfloat16, and rounds the loss to the two to three digits that
@@ -312,6 +392,17 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
             fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
     return trainer
+
+
+def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
+    if isinstance(blocks, Dataset):
+        return f"{len(blocks):,} blocks"
+    shards = blocks.num_shards
+    source = f"{shards} files or other shards" if shards > 1 else "1 file or other shard"
+    readers = f"{num_workers or 'no'} data-loader worker{'s' * (num_workers != 1)}"
+    idle = max(num_workers - shards, 0)
+    without = f" ({idle} of them without a shard)" if idle else ""
+    return f"a stream of blocks from {source}, read by {readers}{without},"
 
 
 def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -356,7 +447,7 @@ def get_tokenizer(
 def make_blocks(
     arguments: Arguments, documents: DatasetDict | IterableDatasetDict, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset | IterableDataset]:
-    """Returns the packed blocks of the splits `train` and `validation`."""
+    """Returns the packed blocks of the splits `train` and `validation`; the latter are never a stream."""
     data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
@@ -365,16 +456,23 @@ def make_blocks(
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
             raise ValueError(f"{error} in the {split} split") from error
-        if data.streaming and next(iter(blocks[split]), None) is None:
+        if not data.streaming:
+            continue
+        if split == "train":
+            seed = args.seed if args.data_seed is None else args.data_seed
+            has_block = next(iter(blocks[split]), None) is not None
+            blocks[split] = shuffle_blocks(blocks[split], seed, STREAM_BUFFER)
+        else:  # read once, and not again for each evaluation
+            stream = blocks[split].take(data.max_eval_blocks) if data.max_eval_blocks else blocks[split]
+            rows = list(stream)
+            has_block = bool(rows)
+            blocks[split] = Dataset.from_list(rows, features=stream.features) if rows else stream
+        if not has_block:
             raise ValueError(
                 f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
             )
-    if data.streaming:
-        blocks["train"] = blocks["train"].shuffle(seed=args.seed, buffer_size=STREAM_BUFFER)
     if data.max_eval_blocks:
-        blocks["validation"] = blocks["validation"].take(
-            data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
-        )
+        blocks["validation"] = blocks["validation"].take(min(data.max_eval_blocks, len(blocks["validation"])))
     return blocks
 
 
@@ -423,9 +521,9 @@ def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrained
 def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     callbacks = [StopOnBadLossCallback(), SaveOnSignalCallback(), StepTimerCallback(), MetricsFileCallback()]
     every_n_steps = run_args.max_logit_every_n_steps
-    if "qk-clip" in run_args.stabilizers:
-        clip_at = run_args.stabilizers["qk-clip"]
-        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps or 50))
+    if run_args.on_explosion == "clip":
+        clip_at = run_args.max_logit_threshold
+        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps))
     elif every_n_steps:
         callbacks.append(LogitTelemetryCallback(every_n_steps, run_args.max_logit_threshold, run_args.on_explosion))
     if run_args.stop_at_step:
@@ -435,11 +533,11 @@ def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     return callbacks
 
 
-def _callback(trainer: Trainer, callback_type: type) -> TrainerCallback:
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type))
+def _callback(trainer: Trainer, callback_type: type) -> Any:
+    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type)), None)
 
 
-def train(trainer: Trainer, arguments: Arguments) -> dict | None:
+def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     """
     Trains, evaluates, saves, reports, and prints what to do next.
 
@@ -480,23 +578,23 @@ def train(trainer: Trainer, arguments: Arguments) -> dict | None:
     return results
 
 
-def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
+def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> RunResult:
     """Writes and prints the main process's report on the finished run, and returns the results."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    results = _collect_results(trainer, arguments, evaluation, seconds)
-    write_results(folder, results)  # before anything that could fail, such as plots
+    results = _make_result(trainer, evaluation, seconds)
+    results.write(folder)  # before anything that could fail, such as plots
     unset_hf_deepspeed_config()  # ZeRO-3 would shard this model too, over processes that are no longer here
     # Load the model again: this works however the weights were sharded, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
     max_logits = measure_max_logits(model, **inputs)
     prompt = arguments.data.prompt
-    finished = results["status"] == "finished"
-    sample = generate_sample(model, trainer.processing_class, prompt) if finished else "(nothing: the run diverged)"
+    diverged = results.outcome == "diverged"
+    sample = "(nothing: the run diverged)" if diverged else generate_sample(model, trainer.processing_class, prompt)
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
     print(f"""
-Evaluation loss {results["eval_loss"]:.3f}, perplexity {results["eval_perplexity"]:.1f}.
+The run {results.status}. Evaluation loss {results.eval_loss:.3f}, perplexity {results.eval_perplexity:.1f}.
 The model continues {prompt!r}:
 
 {sample}
@@ -513,41 +611,39 @@ Next:
     return results
 
 
-def _collect_results(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> dict:
-    args, state = trainer.args, trainer.state
-    bad_step = _callback(trainer, StopOnBadLossCallback).bad_step
+def _make_result(trainer: Trainer, evaluation: dict, seconds: float) -> RunResult:
+    state, timer = trainer.state, _callback(trainer, StepTimerCallback)
+    telemetry, end = (_callback(trainer, kind) for kind in (LogitTelemetryCallback, StopAtStepCallback))
+    outcome, stopped_by = "finished", None
+    if _callback(trainer, StopOnBadLossCallback).bad_step is not None:
+        outcome = "diverged"
+    elif telemetry is not None and telemetry.stop_step is not None:
+        outcome, stopped_by = "stopped", "on_explosion"
+    elif state.global_step < min(state.max_steps, end.step if end else math.inf):
+        outcome, stopped_by = "stopped", "a callback"
     perplexity = evaluation["eval_perplexity"]
-    blocks_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    tokens_per_step = blocks_per_step * arguments.data.block_size
-    return {
-        "status": "finished" if bad_step is None else f"diverged at step {bad_step}",
+    return RunResult(
+        outcome=outcome,
+        stopped_by=stopped_by,
+        step=state.global_step,
+        max_steps=state.max_steps,
+        tokens=state.num_input_tokens_seen,
+        tokens_per_second=timer.tokens_per_second,
         # The Trainer's `eval_loss` is a mean over batches, this one a mean over tokens.
-        "eval_loss": math.log(perplexity),
-        "eval_perplexity": perplexity,
-        "eval_bits_per_byte": evaluation["eval_bits_per_byte"],
-        "eval_averaged_perplexity": evaluation.get("eval_averaged_perplexity"),
-        "perplexity_before_training": next(
+        eval_loss=math.log(perplexity),
+        eval_perplexity=perplexity,
+        eval_bits_per_byte=evaluation["eval_bits_per_byte"],
+        eval_averaged_perplexity=evaluation.get("eval_averaged_perplexity"),
+        perplexity_before_training=next(
             (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
         ),
-        "teacher_perplexity": trainer.teacher_perplexity,
-        "max_logit": largest([value for _, value in points_of(state.log_history, "max_logit")]),
-        "parameters": trainer.model.config.num_parameters(),
-        "step": state.global_step,
-        "max_steps": state.max_steps,
-        "tokens": _count_blocks(trainer.train_dataset, state.global_step, blocks_per_step) * arguments.data.block_size,
-        "tokens_per_second": tokens_per_step / _callback(trainer, StepTimerCallback).median,
-        "peak_memory_bytes": peak_memory(),
-        "train_seconds": seconds,
-        "loss_by_position": trainer.compute_metrics.loss_by_position.tolist(),
-    }
-
-
-def _count_blocks(blocks: Dataset | IterableDataset, steps: int, blocks_per_step: int) -> int:
-    """Number of blocks that a run has trained on; the last step of a pass over stored data takes what is left."""
-    if isinstance(blocks, IterableDataset):
-        return steps * blocks_per_step
-    passes, rest = divmod(steps, math.ceil(len(blocks) / blocks_per_step))
-    return passes * len(blocks) + rest * blocks_per_step
+        teacher_perplexity=trainer.teacher_perplexity,
+        max_logit=largest([value for _, value in points_of(state.log_history, "max_logit")]),
+        parameters=trainer.model.config.num_parameters(),
+        peak_memory_bytes=peak_memory(),
+        train_seconds=seconds,
+        loss_by_position=trainer.compute_metrics.loss_by_position.tolist(),
+    )
 
 
 def largest(values: list[float]) -> float | None:

@@ -212,7 +212,7 @@ def test_a_bare_checkpoint_claims_nothing(folder):
 
 def test_numbers_that_are_none_are_not_evaluations(folder):
     results = json.loads((folder / "results.json").read_text())
-    results |= {"status": "diverged at step 3", "eval_loss": None, "eval_perplexity": None, "max_logit": None}
+    results |= {"outcome": "diverged", "step": 3, "eval_loss": None, "eval_perplexity": None, "max_logit": None}
     (folder / "results.json").write_text(json.dumps(results))
     card = ModelCard(str(make_card(folder, "ada/tiny")))
     assert [result.metric_type for result in card.data.eval_results] == ["bits_per_byte"]
@@ -225,7 +225,8 @@ def test_logits_that_are_not_finite_are_told(folder):
     for log in metrics:
         log |= {key: None for key in log if key in ("max_logit", "max_logit_local")}
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(log)}\n" for log in metrics))
-    results = json.loads((folder / "results.json").read_text()) | {"max_logit": None}
+    results = json.loads((folder / "results.json").read_text())
+    results |= {"max_logit": None, "not_finite": {"max_logit": "Infinity"}}
     (folder / "results.json").write_text(json.dumps(results))
     text = str(make_card(folder, "ada/tiny"))
     number = sum("max_logit" in log for log in metrics)

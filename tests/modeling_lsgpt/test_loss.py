@@ -108,6 +108,35 @@ def test_loss_without_logits_is_the_same(tiny_model, tie, num_items_in_batch):
         assert_same_loss(model, fused=True, **inputs)
 
 
+@pytest.mark.parametrize("is_matrix", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.1}]
+)
+def test_z_loss_and_smoothing_are_those_of_their_formulas(tiny_model, settings, is_matrix):
+    model = tiny_model(max_position_embeddings=600).train()
+    input_ids = batch(length=600)  # more tokens than one chunk
+    labels = input_ids.clone()
+    labels[0, :50] = -100
+    logits = model(input_ids).logits[:, :-1]
+    z_loss, smoothing = settings.get("z_loss", 0.0), settings.get("label_smoothing", 0.0)
+    probabilities = logits.softmax(-1)
+    targets = (1 - smoothing) * F.one_hot(input_ids[:, 1:], 97) + smoothing / 97
+    losses = -(targets * probabilities.log()).sum(-1) + z_loss * logits.exp().sum(-1).log() ** 2
+    dense = losses[labels[:, 1:] != -100].sum() / 2000
+    dense.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    if not is_matrix:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    inputs = {"input_ids": input_ids, "labels": labels, "num_items_in_batch": 2000, **settings}
+    output, gradients = loss_and_gradients(model, skip_logits=True, **inputs)
+    assert is_fused(output.loss) == is_matrix
+    torch.testing.assert_close(output.loss, dense)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    name = next(iter(settings))
+    with pytest.raises(ValueError, match=f"`{name}|`label_smoothing` must be unset without `skip_logits`"):
+        model(**inputs)
+
+
 def test_targets_of_the_caller(tiny_model):
     input_ids = batch()
     shift_labels = torch.randint(97, input_ids.shape)

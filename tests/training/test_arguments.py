@@ -94,8 +94,15 @@ def test_config_overrides_change_the_model(tmp_path):
         ("report_to: tensorbord", [], "did you mean 'tensorboard'"),
         ("license: apach-2.0", [], "`license` must be an identifier .*; got 'apach-2.0'; did you mean 'apache-2.0'"),
         ("on_explosion: panic", [], "`on_explosion` must be one of warn, stop, clip"),
-        ("stabilizers: [qk_norm]", [], "did you mean 'qk-norm'"),
-        ("stabilizers: [qk-norm, qk-clip]", [], "QK-clip must not be combined with QK-norm"),
+        (
+            "stabilizers: [z-loss]",
+            [],
+            "the field `stabilizers`, which has been replaced: .* z-loss by `z_loss: 1.0e-4`",
+        ),
+        ("{}", ["--stabilizers", "adagc"], "has been replaced: .* adagc by `optim: adagc` with `max_grad_norm: 0`"),
+        ("optim: adagc", [], "`max_grad_norm` must be 0 with `optim: adagc`, .*; got 1.0"),
+        ("z_loss: -1", [], "`z_loss` must be at least 0; got -1.0"),
+        ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("on_explosion: clip\nconfig_overrides: {qk_norm: true}", [], "QK-clip must not be combined with QK-norm"),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
         ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got '1e0'"),
@@ -117,7 +124,16 @@ def test_mistakes_are_explained(tmp_path, recipe, overrides, message, offline):
 def test_recipe_of_a_run_repeats_it(tmp_path):
     overrides = ["--config_overrides", "{sliding_window: 20}", "--learning_rate", "3e-5", "--seed", "7"]
     overrides += ["--averaging", "{kind: bema, every_n_steps: 10, kappa: 4e-1}"]
-    overrides += ["--stabilizers", "z-loss", "--lr_scheduler_kwargs", '{"num_cycles": 0.4}']
+    overrides += [
+        "--z_loss",
+        "1e-3",
+        "--optim",
+        "adagc",
+        "--max_grad_norm",
+        "0",
+        "--lr_scheduler_kwargs",
+        '{"num_cycles": 0.4}',
+    ]
     arguments = parse_arguments("demo", overrides)
     assert arguments.recipe["learning_rate"] == 3e-5
     assert arguments.recipe["averaging"] == {
@@ -220,16 +236,10 @@ def test_checkpoints_of_adapters_need_little_room(tmp_path, monkeypatch):
         make_folder(parse_arguments("finetune", [*options, "--output_dir", str(tmp_path / "all")]))
 
 
-def test_a_stabilizer_replaces_the_same_field_of_the_overrides():
-    fields = ["--config_overrides", "{qk_norm: true, attn_logit_softcapping: 10}", "--stabilizers"]
-    config = parse_arguments("demo", [*fields, "{qk-norm: true, softcap: 30}"]).build_config()
-    assert config.qk_norm and config.attn_logit_softcapping == 30
-
-
 def test_a_missing_package_is_told_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("lsgpt.training.arguments.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer"):
-        parse_arguments("demo", ["--stabilizers", "[adagc]"])
+        parse_arguments("demo", ["--optim", "adagc", "--max_grad_norm", "0"])
 
 
 def write_checkpoint(folder, state):
@@ -287,7 +297,7 @@ def test_processes_that_would_not_train_together(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="AdaGC must not be combined with FSDP"):
-        parse_arguments("demo", ["--stabilizers", "adagc"])
+        parse_arguments("demo", ["--optim", "adagc", "--max_grad_norm", "0"])
 
 
 @pytest.mark.parametrize("name", list_recipes())

@@ -42,6 +42,30 @@ def test_the_documented_defaults_are_those_of_the_code():
         assert set(rows[kind].strip().split(", ")) == expected
 
 
+def test_the_best_average_is_that_of_the_best_checkpoint(tmp_path):
+    """The lowest loss is not that of the last checkpoint."""
+    callback = AveragedWeightsCallback("ema", decay=0.5)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_averaged_loss", "greater_is_better": False}
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(gpt2(), tmp_path, learning_rate=1e-2, eval_dataset=random_rows()[:8], **best, **steps)
+    callback.attach(trainer)
+    trainer.train()
+    logs = {log["step"]: log["eval_averaged_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    number = min(logs, key=logs.__getitem__)
+    assert number < 6 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{number}")
+    averages = load_file(tmp_path / f"checkpoint-{number}" / "averaged.safetensors")
+    saved = load_file(tmp_path / "averaged" / "model.safetensors")
+    assert saved and all(torch.equal(saved[name], averages[f"average.{name}"]) for name in saved)
+
+
+@pytest.mark.parametrize(("every_n_steps", "warned"), [(6, False), (7, True)])
+def test_an_average_that_is_never_updated_is_told(tmp_path, monkeypatch, every_n_steps, warned):
+    warnings = []
+    monkeypatch.setattr("lsgpt.training.averaging.logger.warning", warnings.append)
+    train(gpt2(), tmp_path, AveragedWeightsCallback("bema", every_n_steps=every_n_steps))
+    assert any("will stay those of the untrained model" in text for text in warnings) == warned
+
+
 class Remember(TrainerCallback):
     """The trained weights at the start, as those of step 0, and after every step."""
 

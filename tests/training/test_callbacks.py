@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +79,34 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path)
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
     assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [3]  # the losses of all three steps
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path):
+    """Nobody would look at it: it goes to the handler of before, at once. A thread cannot handle it."""
+    rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
+    args = TrainingArguments(tmp_path, max_steps=1, save_strategy="no", use_cpu=True, report_to="none")
+
+    class Fail(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            raise RuntimeError("in the middle")
+
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    try:
+        with pytest.raises(RuntimeError, match="in the middle"):
+            callbacks = [SaveOnSignalCallback(), Fail()]
+            Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=callbacks).train()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [1]
+        trainer = Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[SaveOnSignalCallback()])
+        thread = threading.Thread(target=trainer.train)
+        thread.start()
+        thread.join()
+        assert trainer.state.global_step == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [1, 1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(("accumulation", "micro_batch"), [(1, 0), (4, 0), (4, 2), (4, 3)])

@@ -1,6 +1,7 @@
 """Comparisons of real runs, that are interrupted and go on."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ import yaml
 from matplotlib.image import imread
 
 from lsgpt.configuration import load_arms
-from lsgpt.training import parse_arguments
+from lsgpt.training import RunResult, parse_arguments
 from lsgpt.training.compare import compare, find_checkpoint_or_delete_run, resolve_arm, write_comparison
 from lsgpt.training.processes import Command, run_commands
 
@@ -66,11 +67,11 @@ def test_every_shipped_arm_is_a_recipe():
 
 
 def test_arms_join_the_recipe():
-    base = parse_arguments("demo", ["--config_overrides", "{sliding_window: 9}", "--stabilizers", "z-loss"]).recipe
+    base = parse_arguments("demo", ["--config_overrides", "{sliding_window: 9}", "--z_loss", "1e-4"]).recipe
     recipe = resolve_arm(base, "mhsa-qknorm").recipe
-    assert recipe["config_overrides"] == {"sliding_window": 9, "num_global_heads": "all"}
-    assert recipe["stabilizers"] == {"z-loss": 1e-4, "qk-norm": True}
-    assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "stabilizers", "run_name"}
+    assert recipe["config_overrides"] == {"sliding_window": 9, "num_global_heads": "all", "qk_norm": True}
+    assert recipe["z_loss"] == 1e-4
+    assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "run_name"}
 
 
 def test_comparison_goes_on_where_it_was(tmp_path):
@@ -146,17 +147,28 @@ def test_a_run_that_fails_is_shown(tmp_path, monkeypatch):
 def test_table_over_uneven_runs(tmp_path):
     """Diverged runs do not count towards the mean, and a run without measured logits has none."""
     base = {"run_name": "x", "max_logit_threshold": 100.0}
-    values = [("finished", 10.0, None), ("finished", 14.0, 30.0), ("diverged at step 3", None, 500.0)]
-    for seed, (status, perplexity, max_logit) in enumerate(values):
+    values = [
+        ("finished", 10.0, None),
+        ("finished", 14.0, 30.0),
+        ("diverged", math.nan, 500.0),
+        ("stopped", 9.0, 10.0),
+    ]
+    for seed, (outcome, perplexity, max_logit) in enumerate(values):
         run = tmp_path / "a" / f"seed-{seed}"
         run.mkdir(parents=True)
-        results = {"status": status, "eval_perplexity": perplexity, "eval_bits_per_byte": 1.5, "max_logit": max_logit}
-        speed = None if seed == 0 else 100.0 * seed  # null: the run was resumed after its last step
-        results |= {"tokens_per_second": speed, "peak_memory_bytes": 2e9, "loss_by_position": [2.0, None, 1.0]}
-        (run / "results.json").write_text(json.dumps(results))
+        speed = math.nan if seed == 0 else 100.0 * seed  # NaN: the run was resumed after its last step
+        RunResult(
+            outcome=outcome,
+            eval_perplexity=perplexity,
+            eval_bits_per_byte=1.5,
+            max_logit=max_logit,
+            tokens_per_second=speed,
+            peak_memory_bytes=2_000_000_000,
+            loss_by_position=[2.0, math.nan, 1.0],
+        ).write(run)
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n')
-    report = write_comparison(tmp_path, base, {"a": base}, range(3)).read_text()
-    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 265.0 ± 332.3 | 150 | 2 GB | 1 of 3 |" in report
+    report = write_comparison(tmp_path, base, {"a": base}, range(4)).read_text()
+    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 180.0 ± 277.3 | 200 | 2 GB | 2 of 4 |" in report
     assert "](perplexity.png)" not in report
     # The losses are 2 and not a number: a point, and at the upper edge a cross.
     rows = (abs(imread(tmp_path / "loss.png")[..., :3] * 255 - [31, 119, 180]).max(-1) < 1).nonzero()[0]

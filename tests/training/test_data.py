@@ -1,11 +1,14 @@
+import copy
+import hashlib
 import json
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from lsgpt.training import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
-from lsgpt.training.data import first_characters, load_stdlib
+from lsgpt.training.data import Passes, first_characters, load_stdlib
 
 
 @pytest.fixture(autouse=True)
@@ -188,12 +191,15 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
         Dataset.from_dict({"text": TEXTS, "title": TEXTS}).to_parquet(folder / "some.parquet")
     splits = load_documents(str(folder), streaming=streaming)
     found = {split: [document["text"] for document in documents] for split, documents in splits.items()}
-    assert found["validation"] == [TEXTS[19], TEXTS[39]]  # every 20th
-    assert found["train"] == [text for i, text in enumerate(TEXTS) if i not in (19, 39)]
+    held_out = [text for text in TEXTS if int(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), 16) % 100 < 5]
+    assert found["validation"] == held_out and 1 <= len(held_out) <= 5
+    assert found["train"] == [text for text in TEXTS if text not in held_out]
     assert isinstance(splits["train"], IterableDataset) == streaming
 
     if kind == "jsonl":  # a file by itself, and one named for its split
-        assert len(list(load_documents(str(folder / "some.jsonl"), streaming=streaming)["train"])) == 43
+        assert len(list(load_documents(str(folder / "some.jsonl"), streaming=streaming)["train"])) == 45 - len(
+            held_out
+        )
         write_json_lines(folder / "valid.jsonl", ["held out"])
         write_json_lines(folder / "test.jsonl", [""])  # not used, and need not be of use
         splits = load_documents(str(folder), streaming=streaming)
@@ -201,13 +207,95 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
         assert len(list(splits["train"])) == 45
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("percentage", [1, 3, 15, 30, 40, 45, 50])
-def test_as_many_documents_are_held_out_as_asked(tmp_path, streaming, percentage):
-    write_json_lines(tmp_path / "some.jsonl", [f"text {i}" for i in range(100)])
-    splits = load_documents(str(tmp_path), validation_percentage=percentage, streaming=streaming)
-    train, validation = ([document["text"] for document in splits[name]] for name in ("train", "validation"))
-    assert len(validation) == percentage and sorted(train + validation) == sorted(f"text {i}" for i in range(100))
+@pytest.mark.parametrize("percentage", [1, 15, 50])
+def test_as_many_documents_are_held_out_as_asked(tmp_path, percentage):
+    """About as many. Which ones does not depend on order, files, or on whether the data are streamed."""
+    texts, folder = [f"text {i}" for i in range(1000)], tmp_path / "data"
+    folder.mkdir()
+    write_json_lines(folder / "some.jsonl", texts)
+    splits = load_documents(str(folder), validation_percentage=percentage)
+    train, validation = (set(splits[name]["text"]) for name in ("train", "validation"))
+    assert abs(len(validation) - 10 * percentage) < 3 * (10 * percentage) ** 0.5
+    assert train.isdisjoint(validation) and train | validation == set(texts)
+    write_json_lines(folder / "some.jsonl", texts[700:])
+    write_json_lines(folder / "another.jsonl", texts[:700] * 2)
+    streams = load_documents(str(folder), validation_percentage=percentage, streaming=True)
+    assert {row["text"] for row in streams["train"]} == train
+    assert {row["text"] for row in streams["validation"]} == validation
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
+def test_workers_share_a_stream(tmp_path, tokenizer, num_workers):
+    """Four files of documents: each is in one pass once, and none of those held out; only ends of streams are lost."""
+    texts, folder = [f"document {i}" for i in range(480)], tmp_path / "data"
+    folder.mkdir()
+    for number in range(4):
+        write_json_lines(folder / f"{number}.jsonl", texts[number::4])
+    stored = load_documents(str(folder))
+    tokens = tokenize(load_documents(str(folder), streaming=True)["train"], tokenizer)
+    loader = DataLoader(pack(tokens, 16), batch_size=None, num_workers=num_workers)
+    for _ in range(2):
+        ids = [block["input_ids"] for block in loader]
+        total = sum(len(row["input_ids"]) for row in tokenize(stored["train"], tokenizer))
+        assert total - 16 * max(num_workers, 1) < 16 * len(ids) <= total
+        # The blocks of the workers take turns; from the last one of a worker on, the others' follow each other.
+        readers = max(num_workers, 1)
+        lengths = [sum(len(row["input_ids"]) for row in worker) // 16 for worker in split_by_worker(tokens, readers)]
+        read = [[] for _ in range(readers)]
+        order = sorted((turn, worker) for worker in range(readers) for turn in range(lengths[worker]))
+        for (_, worker), row in zip(order, ids, strict=True):
+            read[worker] += row
+        found = [text for row in read for text in tokenizer.decode(row).split("<|endoftext|>")[:-1]]
+        assert len(found) == len(set(found)) and set(found) <= set(stored["train"]["text"])
+        assert len(found) >= len(stored["train"]) - 4 * readers  # the ends that fill no block
+
+
+def split_by_worker(tokens, num_workers):
+    return [tokens.shard(num_workers, worker, contiguous=False) for worker in range(num_workers)]
+
+
+@pytest.mark.parametrize(("num_workers", "num_processes"), [(0, 1), (2, 1), (2, 2)])
+def test_passes_over_a_stream_have_full_batches_and_each_row_once(num_workers, num_processes):
+    rows = Dataset.from_dict({"x": list(range(21))}).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=9)
+    read = [
+        iter(Passes(DataLoader(rows, batch_size=None, num_workers=num_workers), 4, list, rank, num_processes))
+        for rank in range(num_processes)
+    ]
+    batches = [[[row["x"] for row in next(process)] for process in read] for _ in range(21 // num_processes)]
+    together = [x for step in batches for batch in step for x in batch]
+    assert {len(batch) for step in batches for batch in step} == {4}
+    passes = [together[begin : begin + 21] for begin in range(0, 63, 21)]
+    assert all(sorted(one) == list(range(21)) for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    with pytest.raises(ValueError, match="the stream has none"):
+        next(iter(Passes(DataLoader(rows.filter(lambda row: False), batch_size=None), 4, list, 0, 1)))
+
+
+def test_two_readers_of_one_packed_stream_are_refused(tmp_path, tokenizer):
+    write_json_lines(tmp_path / "a.jsonl", TEXTS)
+    blocks = pack(tokenize(load_documents(str(tmp_path / "a.jsonl"), streaming=True)["train"], tokenizer), 16)
+    first, second = iter(blocks), iter(blocks)
+    next(second)
+    with pytest.raises(RuntimeError, match="one iterator at a time"):
+        list(first), list(second)
+
+
+def test_the_standard_library_can_be_streamed():
+    stored, stream = load_documents("stdlib"), load_documents("stdlib", streaming=True)
+    assert isinstance(stream["train"], IterableDataset) and stream["train"].num_shards > 4
+    assert [row["path"] for row in stream["validation"]] == stored["validation"]["path"][:]
+
+
+def test_special_tokens_in_the_text_are_text(tokenizer):
+    """Unless the tokenizer has a chat template, whose tokens are in the text on purpose. One end, not two."""
+    text = "a <|endoftext|> b"
+    (ids,) = tokenize(Dataset.from_dict({"text": [text]}), tokenizer)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 1 and tokenizer.decode(ids[:-1]) == text
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = "{{ messages }}"
+    end = tokenizer.eos_token_id
+    (ids,) = tokenize(Dataset.from_dict({"text": [text + "<|endoftext|>"]}), chat)["input_ids"]
+    assert ids.count(end) == 2 and ids[-1] == end != ids[-2]
 
 
 def test_few_documents_lose_their_ends(tmp_path):

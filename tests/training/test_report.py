@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import matplotlib
 import psutil
@@ -8,33 +9,32 @@ import torch
 import yaml
 from matplotlib.image import imread
 
-from lsgpt.training import plot_max_logits, write_report
+from lsgpt.training import RunResult, plot_max_logits, write_report
 from lsgpt.training.plots import average_in_bins, plot_curves
-from lsgpt.training.report import peak_memory, points_of, reset_peak_memory, write_results
+from lsgpt.training.report import peak_memory, points_of, reset_peak_memory
 
 
-RESULTS = {
-    "status": "finished",
-    "eval_loss": 2.0,
-    "eval_perplexity": 7.389,
-    "eval_bits_per_byte": 1.25,
-    "max_logit": 12.5,
-    "parameters": 1234,
-    "step": 20,
-    "max_steps": 20,
-    "tokens": 5000,
-    "tokens_per_second": 100.0,
-    "peak_memory_bytes": 5e8,
-    "train_seconds": 3.0,
-    "loss_by_position": [5.0, 4.0, math.nan, 2.0],
-}
+RESULT = RunResult(
+    eval_loss=2.0,
+    eval_perplexity=7.389,
+    eval_bits_per_byte=1.25,
+    max_logit=12.5,
+    parameters=1234,
+    step=20,
+    max_steps=20,
+    tokens=5000,
+    tokens_per_second=100.0,
+    peak_memory_bytes=500_000_000,
+    train_seconds=3.0,
+    loss_by_position=[5.0, 4.0, math.nan, 2.0],
+)
 
 
 def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
     history = [{"step": 10, "loss": 3.0, "max_logit_global": 5.0}, {"step": 20, "eval_loss": 2.0}]
     recipe = {"run_name": "mine", "max_steps": 20, "max_logit_threshold": 100.0}
     backend = matplotlib.rcParams._get_backend_or_none()
-    path = write_report(tmp_path, recipe, tiny_config(), RESULTS, history, torch.ones(2, 6), "a sample ```f```")
+    path = write_report(tmp_path, recipe, tiny_config(), RESULT, history, torch.ones(2, 6), "a sample ```f```")
     report = path.read_text(encoding="utf-8")
     assert matplotlib.rcParams._get_backend_or_none() == backend  # the caller's plots stay as they are
     assert yaml.safe_load(report.split("````yaml\n")[1].split("````")[0]) == recipe
@@ -55,12 +55,25 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
     assert "The heat map\nshows those of the trained model in one block" in report
 
 
-def test_results_are_json_whatever_the_numbers(tmp_path):
-    write_results(tmp_path, {**RESULTS, "eval_loss": math.inf})
-    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert results["eval_loss"] is None
-    assert results["loss_by_position"] == [5.0, 4.0, None, 2.0]
-    assert results["eval_perplexity"] == 7.389
+def test_results_are_json_and_come_back_whatever_the_numbers(tmp_path):
+    changed = {"outcome": "stopped", "stopped_by": "on_explosion", "eval_loss": math.inf, "max_logit": math.nan}
+    result = replace(RESULT, **changed)
+    result.write(tmp_path)
+    values = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert (values["status"], values["eval_loss"], values["max_logit"]) == (
+        "stopped at step 20 by on_explosion",
+        None,
+        None,
+    )
+    assert values["loss_by_position"] == [5.0, 4.0, None, 2.0]
+    assert repr(RunResult.read(tmp_path)) == repr(result)  # NaN is not equal to itself
+    # As runs have written it before there were outcomes.
+    for name in ("outcome", "stopped_by", "not_finite"):
+        del values[name]
+    (tmp_path / "results.json").write_text(json.dumps({**values, "status": "diverged at step 20"}))
+    old = RunResult.read(tmp_path)
+    assert (old.outcome, old.status, old.max_logit) == ("diverged", "diverged at step 20", None)
+    assert math.isnan(old.eval_loss) and math.isnan(old.loss_by_position[2])
 
 
 def test_points_of_a_history():

@@ -1,25 +1,21 @@
-"""Every stabilizer changes what it should, and nothing else."""
-
-from pathlib import Path
+"""Every remedy changes what it should, and nothing else."""
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lsgpt import LSGPTForCausalLM, measure_max_logits
+from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
 from lsgpt.training import (
-    STABILIZERS,
     LogitTelemetryCallback,
     LSGPTTrainer,
     adagc_optimizer,
-    add_z_loss,
     attend_in_float32,
     build_trainer,
     parse_arguments,
     qk_clip,
 )
-from lsgpt.training.stabilizers import config_fields, read_stabilizers
+from lsgpt.training.compare import join_arm, resolve_arm
 
 
 INPUTS = torch.arange(80).view(2, 40) * 7 % 97
@@ -37,72 +33,38 @@ MODERN = {
 """Blocks of today, with biases and sinks as converted models have them."""
 
 
-def test_the_documented_defaults_are_those_of_the_code():
-    """docs/training.md has a table of them, with their sources."""
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    rows = {cells[1].strip("` "): cells for line in text.splitlines() if len(cells := line.split("|")) > 4}
-    for name, stabilizer in STABILIZERS.items():
-        *_, default, source, _ = rows[name]
-        assert default.strip().startswith("on") if stabilizer.default is True else float(default) == stabilizer.default
-        assert stabilizer.source.split("arXiv:")[1] in source
-
-
-def test_ways_to_name_them():
-    wanted = {"z-loss": 1e-4, "qk-norm": True}
-    for value in ("z-loss, qk-norm", ["z-loss", "qk-norm"], {"z-loss": True, "qk-norm": True, "adagc": False}):
-        assert read_stabilizers(value) == wanted
-    assert read_stabilizers({"z-loss": "1e-3"}) == {"z-loss": 1e-3}
-    assert read_stabilizers(None) == {}
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("z_loss", "`stabilizers` must be among qk-norm, .*; got 'z_loss'; did you mean 'z-loss'"),
-        ({"z-loss": -1}, "`stabilizers` must have a positive number, true or false for z-loss; got -1"),
-        ({"z-loss": "much"}, "got 'much'"),
-        ({"softcap": float("inf")}, "got inf"),
-        ({"qk-norm": 2}, "`stabilizers` must have true or false for qk-norm; got 2"),
-    ],
-)
-def test_bad_values_are_named(value, message):
-    with pytest.raises(ValueError, match=message):
-        read_stabilizers(value)
-
-
-def test_config_stabilizers_are_fields_of_the_model(tiny_config):
-    assert config_fields(read_stabilizers("qk-norm,softcap")) == {"qk_norm": True, "attn_logit_softcapping": 50.0}
-    assert config_fields(read_stabilizers("z-loss")) == {}
-    # `qk_norm` adds two vectors per layer, and soft-capping no weight.
-    size = LSGPTForCausalLM(tiny_config()).num_parameters()
-    assert LSGPTForCausalLM(tiny_config(qk_norm=True)).num_parameters() == size + 2 * 2 * 12
-    assert LSGPTForCausalLM(tiny_config(attn_logit_softcapping=50.0)).num_parameters() == size
-
-
-@pytest.mark.parametrize("values", [{"num_global_heads": 0}, {}, {"num_global_heads": 6}, MODERN])
-@pytest.mark.parametrize("num_items_in_batch", [None, 100])
-def test_z_loss(tiny_model, values, num_items_in_batch):
-    model = tiny_model(**values)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_z_loss_survives_smoothing_and_accumulation(tiny_model, tmp_path, smoothing):
+    """Two micro-batches with different numbers of labels make the gradients of one batch; evaluation is left alone."""
     labels = INPUTS.clone()
     labels[0, :10] = -100
-    options = {"num_items_in_batch": num_items_in_batch} if num_items_in_batch else {}
-    plain = model(INPUTS, labels=labels, **options)
-    add_z_loss(model, 0.01)
-    with_z_loss = model(INPUTS, labels=labels, **options)
-    log_partition = plain.logits[:, :-1].exp().sum(-1).log()[labels[:, 1:] != -100]
-    expected = 0.01 * (log_partition**2).sum() / (num_items_in_batch or len(log_partition))
-    assert torch.equal(plain.logits, with_z_loss.logits)
-    assert expected > 0.01
-    torch.testing.assert_close(with_z_loss.loss - plain.loss, expected, rtol=1e-4, atol=1e-5)
-    # It draws the log-partition to zero ...
-    with_z_loss.loss.backward()
-    gradient = model.lm_head.weight.grad.clone()
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", label_smoothing_factor=smoothing)
+    trainer = LSGPTTrainer(tiny_model(**MODERN).train(), args, z_loss=0.01)
+    model = trainer.model
+    logits = model(INPUTS).logits[:, :-1]
+    targets = (1 - smoothing) * torch.nn.functional.one_hot(INPUTS[:, 1:], 97) + smoothing / 97
+    losses = -(targets * logits.log_softmax(-1)).sum(-1) + 0.01 * logits.exp().sum(-1).log() ** 2
+    losses[labels[:, 1:] != -100].mean().backward()
+    expected = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    (plain.loss + expected).backward()
-    torch.testing.assert_close(gradient, model.lm_head.weight.grad)
-    # ... and leaves evaluation alone.
-    with torch.no_grad():
-        assert torch.equal(model(INPUTS, labels=labels, **options).loss, plain.loss)
+    for row in range(2):
+        inputs = {"input_ids": INPUTS[row : row + 1], "labels": labels[row : row + 1]}
+        trainer.compute_loss(model, inputs, num_items_in_batch=(labels[:, 1:] != -100).sum()).backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-4, atol=1e-6)
+    model.eval()
+    plain = LSGPTTrainer(model, args)
+    batch = {"input_ids": INPUTS, "labels": labels}
+    assert torch.equal(trainer.compute_loss(model, dict(batch)), plain.compute_loss(model, dict(batch)))
+
+
+def test_what_another_loss_would_ignore_is_refused(tiny_model, tmp_path):
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", label_smoothing_factor=0.1)
+    model = tiny_model()
+    for name, value in (("z_loss", 1e-4), ("teacher", model)):
+        with pytest.raises(ValueError, match=f"`compute_loss_func` must be unset with `{name}`"):
+            LSGPTTrainer(model, args, compute_loss_func=print, **{name: value})
+    with pytest.raises(ValueError, match="`label_smoothing_factor` must be 0 with a `teacher`"):
+        LSGPTTrainer(model, args, teacher=model)
 
 
 @pytest.mark.parametrize(
@@ -186,30 +148,38 @@ def text(tmp_path_factory):
     return str(file)
 
 
-def build(text, folder, *options):
-    overrides = ["--dataset_name", text, "--config_overrides", SMALL, "--block_size", "32", "--use_cpu", "true"]
-    return build_trainer(parse_arguments("demo", [*overrides, "--output_dir", str(folder), *options]))
+METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc", "fp32")
 
 
-@pytest.mark.parametrize("name", [None, *STABILIZERS])
-def test_recipe_switches(text, tmp_path, name):
-    """What a run with one stabilizer has, and the others lack."""
-    trainer = build(text, tmp_path, *(["--stabilizers", name] if name else []))
+@pytest.mark.parametrize("name", [None, *METHODS])
+def test_arms_switch_on_one_method_and_off_again(text, tmp_path, name):
+    """What a run with one of them has, and the others lack."""
+    fields = ["--dataset_name", text, "--config_overrides", SMALL, "--block_size", "32", "--use_cpu", "true"]
+    base = parse_arguments("demo", fields).recipe
+    arguments = resolve_arm(base, f"ls-{name}" if name else "ls")
+    arguments.training.output_dir = str(tmp_path)
+    trainer = build_trainer(arguments)
     config, model = trainer.model.config, trainer.model
     telemetry = [c for c in trainer.callback_handler.callbacks if isinstance(c, LogitTelemetryCallback)]
     found = {
-        "qk-norm": config.qk_norm,
+        "qknorm": config.qk_norm,
         "softcap": config.attn_logit_softcapping == 50.0 and config._attn_implementation == "eager",
-        "z-loss": "add_z_loss" in model.loss_function.__qualname__,
-        "qk-clip": (telemetry[0].on_explosion, telemetry[0].threshold, telemetry[0].every_n_steps)
+        "zloss": trainer.z_loss == 1e-4,
+        "qkclip": (telemetry[0].on_explosion, telemetry[0].threshold, telemetry[0].every_n_steps)
         == ("clip", 100.0, 1),
         "adagc": trainer.optimizer_cls_and_kwargs is not None and trainer.args.max_grad_norm == 0.0,
-        "fp32-attention": model.config._attn_implementation == "sdpa_in_float32",
+        "fp32": model.config._attn_implementation == "sdpa_in_float32",
     }
     assert {other for other, has in found.items() if has} == ({name} if name else set())
     assert (telemetry[0].threshold, telemetry[0].log_every_n_steps) == (100.0, 50)
     trainer.args.max_steps = 2
     assert trainer.train().global_step == 2
+    off = {"z_loss": 0, "on_explosion": "warn", "optim": "adamw_torch", "max_grad_norm": 1.0, "fp32_attention": False}
+    off["config_overrides"] = {"qk_norm": False, "attn_logit_softcapping": None}
+    again = join_arm(arguments.recipe, "off", off)
+    without = join_arm(base, "off", off)
+    assert again[:3] == without[:3] and again.build_config().to_dict() == without.build_config().to_dict()
+    assert not again.uses_adagc and again.training.max_grad_norm == 1.0
 
 
 def test_soft_capping_bounds_what_the_heads_see_and_not_what_is_measured(tiny_model):

@@ -4,21 +4,22 @@ import json
 import logging
 import re
 import shutil
+import statistics
 
 import fresh
 import pytest
 import torch
 import yaml
 from accelerate import ParallelismConfig
-from datasets import Dataset
 from reference import autograd_functions
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import lsgpt_cli
-from lsgpt.training import LSGPTTrainer, build_trainer, count_bytes, parse_arguments
+from lsgpt.training import LSGPTTrainer, RunResult, StepTimerCallback, build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.train import _count_blocks, check_checkpoint
+from lsgpt.training.data import _is_held_out
+from lsgpt.training.train import check_checkpoint
 
 
 RECIPE = {
@@ -134,25 +135,40 @@ def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_pa
 
 
 def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path):
-    """Shuffled, with several batches in a step: the weights are those of a run that was left alone, to the bit."""
-    fields = {"streaming": True, "gradient_accumulation_steps": 2, "max_steps": 6, "save_steps": 3, "eval_steps": 6}
-    documents = [f"document {i} has {i * i} in it.\n" * 9 for i in range(60)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    file = recipe(**fields, dataset_name=str(tmp_path / "text.jsonl"))
+    """Shuffled, with passes that end within steps: the weights are those of a run that was left alone, to the bit."""
+    fields = {"streaming": True, "gradient_accumulation_steps": 3, "max_steps": 12, "save_steps": 9, "eval_steps": 12}
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        texts = [f"document {i} has {i * i} in it.\n" * 2 for i in range(number, 33, 2)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "data" / f"{number}.jsonl").write_text(lines)
+    file = recipe(**fields, dataset_name=str(tmp_path / "data"), validation_split_percentage=20)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(file, "--output_dir", whole)
-    shutil.copytree(whole / "checkpoint-3", killed / "checkpoint-3")
+    output = train(file, "--output_dir", whole)
+    assert "on a stream of blocks from 2 files or other shards, read by no data-loader workers, of 32 tokens" in output
+    results = json.loads((whole / "results.json").read_text())
+    assert results["tokens"] == 12 * 3 * 2 * 32
+    shutil.copytree(whole / "checkpoint-9", killed / "checkpoint-9")
     for name in ("recipe.yaml", "metrics.jsonl"):
         shutil.copy(whole / name, killed)
     train("--resume_from_checkpoint", killed)
     assert_equal_weights(killed, whole)
 
-    tokens = []  # of the whole text, and of two equal streams and one with another seed
-    for seed in (1, 1, 2):
-        arguments = parse_arguments(file, ["--output_dir", str(tmp_path / "other"), "--seed", str(seed)])
+    tokens = []  # of one pass: of two equal streams, and one with another seed
+    for seed in ("--seed=1", "--seed=1", "--data_seed=2"):
+        arguments = parse_arguments(file, ["--output_dir", str(tmp_path / "other"), seed])
         trainer = build_trainer(arguments)
         tokens.append([row["input_ids"] for row in trainer.train_dataset])
     assert tokens[0] == tokens[1] != tokens[2] and sorted(tokens[0]) == sorted(tokens[2])
+    assert 2 * len(tokens[0]) < 9 * 6 and len(tokens[0]) % 6  # or else no pass would end within a step
+
+    for option, message in (
+        ("--dataloader_num_workers=2", "`dataloader_num_workers` must be 0, as before; got 2"),
+        ("--per_device_train_batch_size=1", "a step must have 192 tokens, as before; got 96"),
+    ):
+        arguments = parse_arguments(None, ["--resume_from_checkpoint", str(whole / "checkpoint-9"), option])
+        with pytest.raises(ValueError, match=message):
+            build_trainer(arguments)
 
 
 def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
@@ -167,11 +183,43 @@ def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
     assert evaluated[3][1] < 0.9 * evaluated[4][1]  # otherwise this test would show nothing
 
 
-def test_tokens_of_passes_over_the_data():
-    """The last step of a pass has what is left of the data."""
-    blocks = Dataset.from_dict({"input_ids": [[0]] * 5})
-    assert [_count_blocks(blocks, steps, 4) for steps in range(7)] == [0, 4, 5, 9, 10, 14, 15]
-    assert _count_blocks(blocks.to_iterable_dataset(), 6, 4) == 24
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, [40, 40, 40, 20] * 2),  # the last step of a pass has what is left of the seven rows
+        ({"dataloader_drop_last": True}, [40] * 6),
+        ({"gradient_accumulation_steps": 3}, [120, 20] * 2),
+        ({"auto_find_batch_size": True, "per_device_train_batch_size": 6}, [60, 60, 20] * 2),
+    ],
+)
+def test_tokens_are_those_that_were_trained_on(tiny_model, tmp_path, options, tokens):
+    model, seen = tiny_model().train(), []
+
+    def remember(model, args, inputs):
+        if len(inputs["input_ids"]) > 3:
+            raise RuntimeError("CUDA out of memory.")
+        seen.append(inputs["input_ids"].numel())
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    rows = [{"input_ids": [i] * 20, "labels": [i] * 20} for i in range(7)]
+    timer = StepTimerCallback()
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_strategy": "no", **options}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", **settings)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[timer])
+    trainer.train()
+    assert timer.tokens == tokens or "auto_find_batch_size" in options
+    assert trainer.state.num_input_tokens_seen == sum(timer.tokens) == sum(seen)
+    timer.seconds = [1.0] * len(timer.tokens)
+    assert timer.tokens_per_second == statistics.median(timer.tokens[3:] or timer.tokens)
+
+
+def test_a_run_that_an_explosion_stopped_is_not_finished(train, recipe, tmp_path):
+    file = recipe(max_logit_threshold=1e-6, on_explosion="stop", eval_strategy="no")
+    assert "The run stopped at step 3 by on_explosion." in train(file, "--output_dir", tmp_path / "run")
+    result = RunResult.read(tmp_path / "run")
+    assert (result.outcome, result.stopped_by, result.step) == ("stopped", "on_explosion", 3)
+    assert result.tokens == 3 * 2 * 32
+    assert "| status | stopped at step 3 by on_explosion |" in (tmp_path / "run" / "report.md").read_text("utf-8")
 
 
 def test_a_run_with_averaged_weights(train, recipe, tmp_path):
@@ -240,12 +288,13 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
         "respect_boundaries": True,
         "tokenizer": "unigram",
         "max_eval_blocks": 5,
-        "stabilizers": ["z-loss", "softcap"],
+        "z_loss": 1e-4,
+        "config_overrides": {**RECIPE["config_overrides"], "attn_logit_softcapping": 50.0},
         "max_steps": 7,
         "gradient_accumulation_steps": 2,
     }
     output = train(recipe(**options), "--output_dir", folder)
-    assert "on a stream of blocks of 32 tokens" in output
+    assert "on a stream of blocks from 1 file or other shard, read by no data-loader workers, of 32" in output
     files = {file.name for file in folder.iterdir()}
     assert files >= {
         "report.md",
@@ -265,14 +314,16 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
         "loss_by_position",
     }
     assert all((folder / plot).read_bytes().startswith(b"\x89PNG") for plot in plots)
-    for text in ("| parameters |", "| window | 8 tokens |", "tokens per second", "stabilizers:", "| torch |"):
+    for text in ("| parameters |", "| window | 8 tokens |", "tokens per second", "z_loss:", "| torch |"):
         assert text in report
 
     # The figures are those of the checkpoint: perplexity and bits per byte of the first five blocks.
     results = json.loads((folder / "results.json").read_text())
     assert (results["status"], results["step"], results["tokens"]) == ("finished", 7, 7 * 2 * 2 * 32)
     tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
-    held_out = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(documents[19::20])["input_ids"]]
+    held_out = [
+        [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents if _is_held_out(text, 5, True)
+    ]
     positions = [i for ids in held_out for i in range(len(ids))]
     ids = torch.tensor([token for ids in held_out for token in ids])[: 5 * 32].view(5, 32)
     starts = torch.tensor([p == 0 for p in positions])[: 5 * 32].view(5, 32)
