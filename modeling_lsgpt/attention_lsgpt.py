@@ -10,6 +10,7 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     """
     name = config._attn_implementation
     has_sinks = any(v.has_sinks for v in visibility.values())
-    if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(name):
+    if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(ALL_ATTENTION_FUNCTIONS.get(name)):
         raise ValueError(
             f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
             'attn_implementation="sdpa"'
@@ -154,9 +155,9 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 
 
 @lru_cache
-def _takes_sinks(name: str) -> bool:
-    # A function that takes any keyword may ignore the sinks.
-    return name == "eager" or "s_aux" in inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
+def _takes_sinks(attend: Callable | None) -> bool:
+    # `eager` is not in the table. A function that takes any keyword may ignore the sinks.
+    return attend is None or "s_aux" in inspect.signature(attend).parameters
 
 
 # --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
