@@ -3,7 +3,8 @@
 `import lsgpt` calls `prepare_for_training`, so that this also holds for the stock `Trainer`.
 """
 
-from accelerate.state import AcceleratorState, is_initialized
+import sys
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +21,9 @@ def prepare_for_training(model_class: type[PreTrainedModel]):
             cls.__module__, cls.__name__, cls.__qualname__ = sharded.__module__, sharded.__name__, sharded.__qualname__
 
     def train(self, mode: bool = True) -> nn.Module:
-        parallelism = getattr(AcceleratorState(), "parallelism_config", None) if mode and is_initialized() else None
+        state, parallelism = sys.modules.get("accelerate.state"), None  # not imported: generating needs no Accelerate
+        if mode and state is not None and state.is_initialized():
+            parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
         for field in ("cp_size", "sp_size"):
             if getattr(parallelism, field, 1) > 1:
                 raise ValueError(
