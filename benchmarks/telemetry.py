@@ -100,12 +100,16 @@ def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
 
     def watch(number):
         def record(layer, args, kwargs):
-            for heads in layer.project(*args, kwargs["position_embeddings"]).split():
-                query, key, group = heads.query.detach(), heads.key.detach(), heads.group
+            queries, keys, _ = layer.project(*args, kwargs["position_embeddings"])
+            parts = (
+                queries.detach().split(layer.num_heads, dim=1),
+                keys.detach().split(layer.num_key_value_heads, dim=1),
+            )
+            for heads, query, key in zip(layer.head_groups, *parts):
                 position = torch.arange(query.shape[2])
                 distance = position[:, None] - position
-                window = group.sliding_window or len(position)
-                scores = query @ key.repeat_interleave(group.num_key_value_groups, dim=1).mT * query.shape[-1] ** -0.5
+                window = layer.config.window(heads.kind) or len(position)
+                scores = query @ key.repeat_interleave(layer.num_key_value_groups, dim=1).mT * layer.scaling
                 kind = "local" if heads.kind == LOCAL else "global"
                 is_visible = (distance >= 0) & (distance < window)
                 expected[f"max_logit/layer_{number}/{kind}"] = (scores.abs() * is_visible).max().item()

@@ -196,8 +196,20 @@ class LSGPTAttention(nn.Module):
             Outputs `(B, T, hidden_size)`, and the weights `(B, H, T, S)` if `output_attentions` asks for them with
             `eager`.
         """
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
+        states = self.project(hidden_states, position_embeddings)
+        attn_output, attn_weights = self.attend(*states, attention_mask, past_key_values, **kwargs)
+        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)` of the new tokens, with QK-norm and rotary
+        embedding if configured.
+        """
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -205,11 +217,7 @@ class LSGPTAttention(nn.Module):
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         if position_embeddings is not None:
             query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
-
-        attn_output, attn_weights = self.attend(
-            query_states, key_states, value_states, attention_mask, past_key_values, **kwargs
-        )
-        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+        return query_states, key_states, value_states
 
     def attend(
         self,

@@ -189,9 +189,9 @@ def test_sinks_are_those_that_change_the_outputs_least(grouped_model):
         full, local, lse = [], [], []
         for calls in inputs:
             args, kwargs = calls[i]
-            heads = layer.project(*args, kwargs["position_embeddings"])
-            key, value = (x[0].repeat_interleave(2, dim=0) for x in (heads.key, heads.value))
-            logits = heads.query[0] @ key.mT / 12**0.5
+            query, *states = layer.project(*args, kwargs["position_embeddings"])
+            key, value = (x[0].repeat_interleave(2, dim=0) for x in states)
+            logits = query[0] @ key.mT / 12**0.5
             of_all = logits.masked_fill(distance < 0, -torch.inf)
             in_window = logits.masked_fill((distance < 0) | (distance >= window), -torch.inf)
             full.append(of_all.softmax(-1) @ value)

@@ -23,13 +23,13 @@ def watch_by_brute_force(model, told=None):
     maxima = {}
 
     def record(layer, args, kwargs):
-        heads, config = layer.project(*args, kwargs["position_embeddings"]), model.config
-        query, key = heads.query.detach().float(), heads.key.detach().float()
+        config, (query, key, _) = model.config, layer.project(*args, kwargs["position_embeddings"])
+        query, key = query.detach().float(), key.detach().float()
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         with torch.autocast("cpu", enabled=False):
             logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         visible = visible_pairs(
-            query.shape[1], heads.num_global_heads, config.sliding_window, *logits.shape[2:], **(told or {})
+            query.shape[1], config.num_global_heads, config.sliding_window, *logits.shape[2:], **(told or {})
         )
         if "padding_mask" in (told or {}):
             visible = visible & told["padding_mask"][:, None, :, None].bool()  # queries too
