@@ -38,11 +38,11 @@ class Buffers:
         to another device and similar operations replace the views by other tensors; a shorter view would overwrite
         what another copy of the cache has written.
         """
-        buffer = self.tensors[0]
+        buffer, other = self.tensors
         return (
             self.filled == keys.shape[2]
             and end <= buffer.shape[2]
-            and all(x.data_ptr() == y.data_ptr() for x, y in zip(self.tensors, (keys, values)))
+            and (buffer.data_ptr(), other.data_ptr()) == (keys.data_ptr(), values.data_ptr())
             and buffer.stride() == keys.stride() == values.stride()
             and buffer.shape[0] == keys.shape[0]
             and (not buffer.is_inference() or torch.is_inference_mode_enabled())
@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
         """Appends keys and values `(B, H_kv, T, D)` and returns all of them, `(B, H_kv, S, D)`."""
         # A prompt needs no spare room, and a backward pass may need the cached keys and values as they are.
         is_plain = type(key_states) is torch.Tensor and not torch.compiler.is_compiling()
-        length = self.get_seq_length()
+        length = self.keys.shape[2] if self.is_initialized and self.keys.numel() else 0
         if length == 0 or torch.is_grad_enabled() or not is_plain or torch.jit.is_tracing():
             return super().update(key_states, value_states, *args, **kwargs)
         end = length + key_states.shape[2]

@@ -36,6 +36,7 @@ from lsgpt.training.compare import resolve_arm
 from lsgpt.training.data import collate_blocks, train_tokenizer
 from lsgpt.training.healing import load_teacher, measure_perplexity, next_token_logits
 from lsgpt.training.report import _before_and_after
+from lsgpt.training.results import RunResult
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "healing.md").read_text(encoding="utf-8")
@@ -449,12 +450,12 @@ def test_report_has_the_figures_before_and_after(printed_runs, tmp_path):
 
 def test_a_report_without_a_teacher_says_what_it_cannot_show():
     recipe = {"model_name_or_path": "runs/smollm2-ls", "teacher": None}
-    section = _before_and_after(recipe, {"perplexity_before_training": 3.0, "eval_perplexity": 2.0})
+    section = _before_and_after(recipe, RunResult(perplexity_before_training=3.0, eval_perplexity=2.0))
     assert "| before the training, `runs/smollm2-ls` | 3.00 |\n| after the training | 2.00 |" in section
     assert "This run had no teacher. What it gained may come from learning this text" in section
     # Nothing to compare with: no evaluation at the start, or no checkpoint.
-    assert _before_and_after(recipe, {"eval_perplexity": 2.0}) == ""
-    assert _before_and_after({}, {"perplexity_before_training": 3.0, "eval_perplexity": 2.0}) == ""
+    assert _before_and_after(recipe, RunResult(eval_perplexity=2.0)) == ""
+    assert _before_and_after({}, RunResult(perplexity_before_training=3.0, eval_perplexity=2.0)) == ""
 
 
 def test_the_comparison_of_the_page(folder, tmp_path):

@@ -24,12 +24,13 @@ def watch_by_brute_force(model, told=None):
 
     def record(layer, args, kwargs):
         config, (query, key, _) = model.config, layer.project(*args, kwargs["position_embeddings"])
+        num_global_heads = config.num_global_heads_per_layer[layers.index(layer)]
         query, key = query.detach().float(), key.detach().float()
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         with torch.autocast("cpu", enabled=False):
             logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         visible = visible_pairs(
-            query.shape[1], config.num_global_heads, config.sliding_window, *logits.shape[2:], **(told or {})
+            query.shape[1], num_global_heads, config.sliding_window, *logits.shape[2:], **(told or {})
         )
         if "padding_mask" in (told or {}):
             visible = visible & told["padding_mask"][:, None, :, None].bool()  # queries too
