@@ -24,7 +24,6 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
-from .causal_lsgpt import causal_attention_forward, num_causal_parts
 from .configuration_lsgpt import LSGPTConfig
 from .local_lsgpt import blocked_attention_forward, blocked_mask, sink_attention_forward
 from .visibility_lsgpt import Visibility, describe_visibility
@@ -182,7 +181,7 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
 NARROW, FILLED = 12, 16
 """
 Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
-with 8 dimensions and 512 tokens, forward and backward took 0.61 of the time (one core, AVX-512).
+with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
 """
 
 
@@ -202,14 +201,9 @@ def windowed_sdpa_attention_forward(
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
-    is_compiling = torch.compiler.is_compiling()
-    may_be_divided = attention_mask is None and not dropout and not is_compiling
-    if may_be_divided and torch.get_num_threads() >= 2 * query.shape[0] * query.shape[1]:
-        num_parts = num_causal_parts(query, key, value)
-        if num_parts > 1:
-            return causal_attention_forward(query, key, value, scaling, num_parts), None
     head_dim = query.shape[-1]
-    if head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu" and not is_compiling:
+    is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
+    if is_narrow and not torch.compiler.is_compiling():
         query, key, value = (nn.functional.pad(x, (0, FILLED - head_dim)) for x in (query, key, value))
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -51,7 +51,6 @@ PUBLISHED = {
         "attention_lsgpt.py",
         "cache_lsgpt.py",
         "configuration_lsgpt.py",
-        "causal_lsgpt.py",
         "linear_lsgpt.py",
         "local_lsgpt.py",
         "loss_lsgpt.py",

@@ -20,7 +20,6 @@ from lsgpt.modeling_lsgpt import (
     LSGPTAttention,
     LSGPTConfig,
     attention_lsgpt,
-    causal_lsgpt,
     create_masks,
     describe_visibility,
     local_lsgpt,
@@ -331,36 +330,6 @@ def test_logit_softcapping(engine):
     check(
         HEADS["H6-G1"], engine, torch.float32, 40, gradients=engine == "eager", head_dim=16, attn_logit_softcapping=2.0
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("num_global_heads", "length", "parts"), [(1, 63, 3), (1, 111, 4), (2, 111, 2), (3, 63, 1)])
-def test_a_few_global_heads_use_all_threads(num_global_heads, length, parts, dtype, four_threads, monkeypatch):
-    monkeypatch.setattr(causal_lsgpt, "MIN_PART_LENGTH", 20)
-    calls = []
-    forward = causal_lsgpt.causal_attention_forward
-
-    def counting(*args):
-        calls.append(args[-1])
-        return forward(*args)
-
-    monkeypatch.setattr(attention_lsgpt, "causal_attention_forward", counting)
-    check((6, num_global_heads, 6), "sdpa", dtype, length, batch_size=1)
-    assert calls == ([parts] if parts > 1 else [])
-
-
-@pytest.mark.parametrize("reason", ["grouped queries", "dropout", "no gradients", "autocast"])
-def test_global_heads_that_cannot_be_divided_take_the_plain_path(reason, four_threads, monkeypatch):
-    monkeypatch.setattr(causal_lsgpt, "MIN_PART_LENGTH", 20)
-    monkeypatch.setattr(attention_lsgpt, "causal_attention_forward", None)
-    heads = (6, 2, 3) if reason == "grouped queries" else (6, 1, 6)
-    if reason != "dropout":
-        with torch.set_grad_enabled(reason != "no gradients"), torch.autocast("cpu", enabled=reason == "autocast"):
-            check(heads, "sdpa", torch.float32, 63, batch_size=1, gradients=reason == "grouped queries")
-        return
-    attention, config = build(heads, "sdpa", torch.float32, attention_dropout=0.5)
-    masks = masks_for(config, torch.empty(1, 63, 0))
-    assert attend(attention.train(), random_qkv(1, heads, 63, 20, torch.float32), masks).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["plain", "left", "packed"])

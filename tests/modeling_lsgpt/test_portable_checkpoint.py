@@ -74,7 +74,6 @@ def test_trainers_checkpoint_loads_without_the_package(tiny_model, tmp_path, val
             "attention",
             "cache",
             "configuration",
-            "causal",
             "linear",
             "loss",
             "modeling",
