@@ -5,7 +5,7 @@ from torch import nn
 
 
 MIN_WEIGHTS = 2**20
-"""Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs (see docs/benchmarks)."""
+"""Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs."""
 
 
 def make_linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
