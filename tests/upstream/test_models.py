@@ -2,12 +2,28 @@
 
 import inspect
 import re
+from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModel, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AutoModel,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.distributed import DistributedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class TinyConfig(PreTrainedConfig):
@@ -38,6 +54,97 @@ class TinyModel(PreTrainedModel):
 def test_init_weights_is_called_for_every_module_with_parameters():
     model = TinyModel(TinyConfig())
     assert model.block[0] in model.initialised
+
+
+def test_initialization_leaves_what_a_checkpoint_has_filled():
+    for fill in (initialization.zeros_, lambda x: initialization.normal_(x, mean=0.0, std=1.0)):
+        weights = [nn.Parameter(torch.full((3,), 2.0)) for _ in range(2)]
+        weights[0]._is_hf_initialized = True
+        with torch.no_grad():
+            for weight in weights:
+                fill(weight)
+        assert weights[0].tolist() == [2, 2, 2] and 2 not in weights[1].tolist()
+
+
+def test_attention_implementations_can_be_set_if_the_layers_file_asks_the_interface(tmp_path, monkeypatch):
+    code = (
+        "from torch import nn\n"
+        "from transformers import PreTrainedModel\n"
+        "class TinyAttention(nn.Module):\n    def forward(self): {}\n"
+        "class Tiny(PreTrainedModel): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, body in (("with_interface", "ALL_ATTENTION_FUNCTIONS.get_interface()"), ("without_interface", "pass")):
+        (tmp_path / f"{name}.py").write_text(code.format(body))
+        assert import_module(name).Tiny._can_set_attn_implementation() is (name == "with_interface")
+
+
+def test_local_entries_of_an_interface_hide_those_of_all_instances():
+    interface, others = AttentionInterface(), AttentionInterface()
+    interface["sdpa"] = str
+    assert interface["sdpa"] is interface.get_interface("sdpa", None) is interface.get("sdpa") is str
+    assert others["sdpa"] is AttentionInterface._global_mapping["sdpa"] is not str
+    assert interface["flash_attention_2"] is others["flash_attention_2"]
+
+
+def test_gradient_checkpointing_layer_drops_the_cache_and_checkpoints_forward_while_training():
+    seen = []
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x, past_key_values=None):
+            seen.append(past_key_values)
+            return x * 2
+
+    layer = Layer()
+    layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(checkpoint, use_reentrant=False)
+    layer(torch.ones(1, requires_grad=True), past_key_values="cache").sum().backward()
+    assert set(seen) == {None}
+    count = len(seen)
+    layer.eval()(torch.ones(1), past_key_values="cache")
+    assert seen[count:] == ["cache"]
+
+
+def test_maybe_distribute_model_gets_the_configuration_in_which_pp_size_stands():
+    parameters = inspect.signature(PreTrainedModel.maybe_distribute_model).parameters
+    assert list(parameters) == ["model", "distributed_config", "mesh_manager"]
+    assert "cls.maybe_distribute_model(model, distributed_config, mesh_manager)" in inspect.getsource(
+        PreTrainedModel.from_pretrained
+    )
+    assert DistributedConfig(pp_size=2).pp_size == 2
+
+
+def test_strict_validates_after_post_init_and_asks_validate_layer_type():
+    order = []
+
+    @strict
+    class Config(PreTrainedConfig):
+        model_type = "tiny"
+        size: int = 1
+
+        def __post_init__(self, **kwargs):
+            order.append("__post_init__")
+            super().__post_init__(**kwargs)
+
+        def validate_layer_type(self):
+            order.append("validate_layer_type")
+
+        def validate_architecture(self):
+            order.append("validate_architecture")
+            if self.size < 0:
+                raise ValueError("negative")
+
+    Config()
+    assert order[0] == "__post_init__" and {"validate_layer_type", "validate_architecture"} == set(order[1:])
+    with pytest.raises(Exception, match="negative") as raised:
+        Config(size=-1)
+    assert not isinstance(raised.value, ValueError)
+
+
+def test_hooks_of_accelerate_replace_forward_of_the_instance():
+    layer = nn.Linear(2, 2)
+    assert "forward" not in vars(layer)
+    cpu_offload(layer, execution_device=torch.device("cpu"))
+    assert "forward" in vars(layer)
 
 
 def test_sdpa_can_dispatch_and_flash_attn_can_dispatch_judge_the_chosen_engine():
