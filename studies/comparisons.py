@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import optimize, stats
 
 
 SUPPORTED, CONTRADICTED, INCONCLUSIVE, OPEN = "supported", "contradicted", "inconclusive", "open"
@@ -403,32 +404,18 @@ def format_values(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{statistics.fmean(finite):,.{digits}f}{spread}{lost}"
 
 
-def t_probability(t: float, degrees: int) -> float:
-    """The probability that Student's t with these degrees of freedom is below `t`, by integration of its density."""
-    angles = np.linspace(0, math.atan(abs(t) / math.sqrt(degrees)), 2001)  # t = sqrt(degrees) tan(angle)
-    heights = np.cos(angles) ** (degrees - 1)
-    area = (heights.sum() - (heights[0] + heights[-1]) / 2) * (angles[1] - angles[0])
-    whole = math.sqrt(math.pi) * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2))
-    return 0.5 + math.copysign(area / whole, t)
-
-
-@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's t distribution."""
-    return _solve(lambda t: t_probability(t, degrees) - probability, -1e4, 1e4)
+    return float(stats.t.ppf(probability, degrees))
 
 
 def power_of(effect: float, num_seeds: int) -> float:
     """
     The probability that the interval of `num_seeds` differences excludes 0 on the right side, if their mean is
-    `effect` times their standard deviation: an average over the sample's standard deviation.
+    `effect` times their standard deviation.
     """
-    degrees = num_seeds - 1
-    spreads = (np.arange(4000) + 0.5) / 4000 * 6  # the sample's standard deviation, divided by the true one
-    density = spreads ** (degrees - 1) * np.exp(-degrees * spreads**2 / 2)
-    limit = t_quantile(0.5 + CONFIDENCE / 2, degrees)
-    found = [0.5 * math.erfc((limit * s - effect * math.sqrt(num_seeds)) / math.sqrt(2)) for s in spreads]
-    return float((density * found).sum() / density.sum())
+    limit = t_quantile(0.5 + CONFIDENCE / 2, num_seeds - 1)
+    return float(stats.nct.sf(limit, num_seeds - 1, effect * math.sqrt(num_seeds)))
 
 
 @cache
@@ -436,12 +423,4 @@ def smallest_effect(num_seeds: int, spread: float) -> float:
     """The mean difference that is found with the probability `POWER`; infinite with fewer than two seeds."""
     if num_seeds < 2:
         return math.inf
-    return spread * _solve(lambda effect: power_of(effect, num_seeds) - POWER, 0.0, 100.0)
-
-
-def _solve(rising: Callable[[float], float], low: float, high: float) -> float:
-    """The zero of a rising function by bisection."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
-    return (low + high) / 2
+    return spread * optimize.brentq(lambda effect: power_of(effect, num_seeds) - POWER, 0.01, 100.0)

@@ -21,7 +21,6 @@ from lsgpt.studies.comparisons import (
     log_rank,
     power_of,
     smallest_effect,
-    t_probability,
     t_quantile,
 )
 
@@ -46,7 +45,6 @@ def runs_of(**losses):
 def test_quantiles_of_students_t(degrees, quantile):
     assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-5)
     assert t_quantile(0.025, degrees) == pytest.approx(-quantile, abs=1e-5)
-    assert t_probability(0.0, degrees) == 0.5
 
 
 @pytest.mark.parametrize(

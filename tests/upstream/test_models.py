@@ -107,7 +107,9 @@ def test_gradient_checkpointing_layer_drops_the_cache_and_checkpoints_forward_wh
 def test_maybe_distribute_model_gets_the_configuration_in_which_pp_size_stands():
     parameters = inspect.signature(PreTrainedModel.maybe_distribute_model).parameters
     assert list(parameters)[:2] == ["model", "distributed_config"]
-    assert "cls.maybe_distribute_model(model, distributed_config, " in inspect.getsource(PreTrainedModel.from_pretrained)
+    assert "cls.maybe_distribute_model(model, distributed_config, " in inspect.getsource(
+        PreTrainedModel.from_pretrained
+    )
     assert DistributedConfig(pp_size=2).pp_size == 2
 
 
