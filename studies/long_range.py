@@ -1,12 +1,13 @@
 """What does it cost to have few global heads where the far past matters?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lsgpt import LSGPTConfig
 from lsgpt.configuration import load_preset
 from lsgpt.training.plots import average_in_bins
 from lsgpt.utilities import table
@@ -27,6 +28,19 @@ CLOSE = 0.05
 """The largest difference in accuracy that counts as none."""
 
 TASK_NAMES = ("recall", "copy", "needle")
+
+MODEL = {
+    "preset": "demo",
+    "config": {
+        "vocab_size": 34,
+        "hidden_size": 96,
+        "max_position_embeddings": 128,
+        "sliding_window": 8,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    },
+}
+"""The models and rows of this study and of time-to-learn."""
 
 FAR = Metric("the accuracy of far answers", "far_accuracy")
 
@@ -113,15 +127,7 @@ several tasks by one for each task."""
         "micro": Scale(
             None,
             {
-                "preset": "demo",
-                "config": {
-                    "vocab_size": 34,
-                    "hidden_size": 96,
-                    "max_position_embeddings": 128,
-                    "sliding_window": 8,
-                    "initializer_range": 0.1,
-                    "tie_word_embeddings": False,
-                },
+                **MODEL,
                 "global_heads": (0, 1, 2, 6),
                 "eval_rows": 512,
                 "options": {
@@ -151,19 +157,12 @@ several tasks by one for each task."""
         settings = self.scales[scale].fields
         task, num_global_heads, learning_rate = self.arms(scale)[arm]
         config = load_preset(settings["preset"], **settings["config"], num_global_heads=num_global_heads)
-        length = config.max_position_embeddings
-
-        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
-            row = TASKS[task](generator, length, config.vocab_size)
-            return {"input_ids": row.input_ids, "labels": row.labels}
-
         options = settings["options"] | {"learning_rate": learning_rate}
-        model, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", options)
-        generator = np.random.default_rng(SEED_OF_EVALUATION)
-        rows = [TASKS[task](generator, length, config.vocab_size) for _ in range(settings["eval_rows"])]
+        rows = evaluation_rows(task, config, settings["eval_rows"])
+        model, values = train_on_stream(config, row_maker(task, config), seed, folder / arm / f"seed-{seed}", options)
         is_right, distances = answer(model, rows)
         is_far = distances - 1 > config.num_hidden_layers * (config.sliding_window - 1)
-        by_distance = [is_right[distances == distance] for distance in range(1, length)]
+        by_distance = [is_right[distances == distance] for distance in range(1, config.max_position_embeddings)]
         return {
             "accuracy": _share(is_right),
             "far_accuracy": _share(is_right[is_far]),
@@ -257,6 +256,22 @@ def _row(ids: np.ndarray, places: np.ndarray, answers: np.ndarray, since: np.nda
 
 
 TASKS = {"recall": make_recall, "copy": make_copy, "needle": make_needle}
+
+
+def row_maker(task: str, config: LSGPTConfig) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
+    """A function that makes rows of a task for `train_on_stream`."""
+
+    def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
+        row = TASKS[task](generator, config.max_position_embeddings, config.vocab_size)
+        return {"input_ids": row.input_ids, "labels": row.labels}
+
+    return make_row
+
+
+def evaluation_rows(task: str, config: LSGPTConfig, count: int) -> list[Row]:
+    """The rows of a task on which all its models are measured."""
+    generator = np.random.default_rng(SEED_OF_EVALUATION)
+    return [TASKS[task](generator, config.max_position_embeddings, config.vocab_size) for _ in range(count)]
 
 
 @torch.no_grad()

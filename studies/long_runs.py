@@ -32,10 +32,6 @@ PAIRED_SPREAD = 0.03
 EARLIER = "as in the long and the short runs with learned positions and RoPE that were made before"
 
 
-def _at(name: str, key: Any) -> str:
-    return f"{name}.{key}"
-
-
 def _improvement(first: int, last: int) -> Metric:
     return Metric(
         f"the fall of the validation loss from step {first:,} to step {last:,}",
@@ -71,6 +67,36 @@ FAR_MASS = _looks(
     "the share of global heads' attention on far tokens, without the first,", "far_mass_without_first", False
 )
 FAR_ENTROPY = _looks("the normalized entropy of global heads' attention among far tokens", "far_entropy", False)
+
+
+def use_of_context(arm: str, longest: int) -> Comparison:
+    """The condition for all that is said about global heads in text."""
+    return Comparison(
+        "multi-head attention makes use of context beyond 64 tokens",
+        "a condition for all that is said about global heads",
+        Metric("", "", 3),
+        GAIN,
+        arm,
+        second_metric=_gain(longest),
+    )
+
+
+def lower_loss(claim: str, source: str, first: str, second: str) -> Comparison:
+    """A claim about the losses at the end."""
+    return Comparison(claim, source, LOSS, first, second, margin=NEGLIGIBLE, spread=PAIRED_SPREAD, spread_from=EARLIER)
+
+
+def gap_closes(source: str, first: str, second: str) -> Comparison:
+    """A claim about the gap between the losses over the steps."""
+    return Comparison(
+        "from step 5,000 to step 20,000, the gap between the losses closes",
+        source,
+        _improvement(5000, 20_000),
+        first,
+        second,
+        spread=0.015,
+        spread_from="as in the training losses of the long runs with learned positions",
+    )
 
 
 class LongRuns(TrainingStudy):
@@ -280,14 +306,7 @@ tokens; the part of the logits that is due to positions (their mean over 16 text
 (8 texts), compared with equal weights. The runs with learned positions are those of long-training (two seeds).
 Nothing is said about global heads in text unless multi-head attention gains {GAIN:g} nats or more from context beyond
 {NEAR} tokens."""
-    gate = Comparison(
-        "multi-head attention makes use of context beyond 64 tokens",
-        "a condition for all that is said about global heads",
-        Metric("", "", 3),
-        GAIN,
-        "mhsa-rope",
-        second_metric=_gain(512),
-    )
+    gate = use_of_context("mhsa-rope", 512)
     comparisons = {
         "use-of-context": gate,
         "explosion": Bounds(
@@ -309,35 +328,19 @@ Nothing is said about global heads in text unless multi-head attention gains {GA
             spread=0.3,
             spread_from="as in the short runs with rotary positions",
         ),
-        "lower-loss": Comparison(
+        "lower-loss": lower_loss(
             "with rotary positions, LS-attention has the lower loss after a long training",
             "paper",
-            LOSS,
             "ls-rope",
             "mhsa-rope",
-            margin=NEGLIGIBLE,
-            spread=PAIRED_SPREAD,
-            spread_from=EARLIER,
         ),
-        "lower-loss-qknorm": Comparison(
+        "lower-loss-qknorm": lower_loss(
             "with rotary positions and QK-norm, LS-attention has the lower loss after a long training",
             "reviewers",
-            LOSS,
             "ls-rope-qknorm",
             "mhsa-rope-qknorm",
-            margin=NEGLIGIBLE,
-            spread=PAIRED_SPREAD,
-            spread_from=EARLIER,
         ),
-        "gap-closes": Comparison(
-            "from step 5,000 to step 20,000, the gap between the losses closes",
-            "ours: with learned positions, it was falling",
-            _improvement(5000, 20_000),
-            "ls-rope",
-            "mhsa-rope",
-            spread=0.015,
-            spread_from="as in the training losses of the long runs with learned positions",
-        ),
+        "gap-closes": gap_closes("ours: with learned positions, it was falling", "ls-rope", "mhsa-rope"),
         "global-head": Comparison(
             "with a global head in each layer, the loss is lower than without any",
             "paper: 15 to 20% of perplexity",
@@ -402,14 +405,7 @@ a million tokens). On checkpoints: the validation loss at steps 2,500 to 20,000;
 context cut to 16, 64, 256, 512 and 2,048 tokens; the parts of the logits (8 texts); and where heads look (4 texts).
 Nothing is said about global heads in text unless multi-head attention gains {GAIN:g} nats or more from context beyond
 {NEAR} tokens."""
-    gate = Comparison(
-        "multi-head attention makes use of context beyond 64 tokens",
-        "a condition for all that is said about global heads",
-        Metric("", "", 3),
-        GAIN,
-        "mhsa",
-        second_metric=_gain(2048),
-    )
+    gate = use_of_context("mhsa", 2048)
     comparisons = {
         "use-of-context": gate,
         "explosion": Bounds(
@@ -422,25 +418,8 @@ Nothing is said about global heads in text unless multi-head attention gains {GA
             "paper: after 20,000 to 30,000 steps",
             (Limit("mhsa", DIVERGED, above=0.5), Limit("ls", DIVERGED, below=0.5)),
         ),
-        "lower-loss": Comparison(
-            "LS-attention has the lower loss after 20,000 steps",
-            "paper",
-            LOSS,
-            "ls",
-            "mhsa",
-            margin=NEGLIGIBLE,
-            spread=PAIRED_SPREAD,
-            spread_from=EARLIER,
-        ),
-        "gap-closes": Comparison(
-            "from step 5,000 to step 20,000, the gap between the losses closes",
-            "ours: at a smaller size, it was falling",
-            _improvement(5000, 20_000),
-            "ls",
-            "mhsa",
-            spread=0.015,
-            spread_from="as in the training losses of the long runs with learned positions",
-        ),
+        "lower-loss": lower_loss("LS-attention has the lower loss after 20,000 steps", "paper", "ls", "mhsa"),
+        "gap-closes": gap_closes("ours: at a smaller size, it was falling", "ls", "mhsa"),
         "global-head": Comparison(
             "with a global head in each layer, the loss is lower than without any",
             "paper: 15 to 20% of perplexity, 0.14 to 0.18 nats",

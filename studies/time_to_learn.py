@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import TrainerCallback
 
 from lsgpt.configuration import load_preset
 from lsgpt.utilities import table
 
 from .comparisons import Best, Bounds, Limit, Metric, Sooner, format_steps
-from .long_range import TASKS, answer
+from .long_range import MODEL, answer, evaluation_rows, row_maker
 from .plots import plot
 from .streams import train_on_stream
-from .study import SEED_OF_EVALUATION, Runs, Scale, Study
+from .study import Runs, Scale, Study
 
 
 TASK_NAMES = ("recall", "copy")
@@ -125,15 +124,7 @@ heads and the rate."""
         "micro": Scale(
             None,
             {
-                "preset": "demo",
-                "config": {
-                    "vocab_size": 34,
-                    "hidden_size": 96,
-                    "max_position_embeddings": 128,
-                    "sliding_window": 8,
-                    "initializer_range": 0.1,
-                    "tie_word_embeddings": False,
-                },
+                **MODEL,
                 "eval_rows": 128,
                 "options": {
                     "max_steps": CAP,
@@ -162,17 +153,11 @@ heads and the rate."""
         settings = self.scales[scale].fields
         task, count, rate = self.arms(scale)[arm]
         config = load_preset(settings["preset"], **settings["config"], num_global_heads=count)
-        length = config.max_position_embeddings
-
-        def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
-            row = TASKS[task](generator, length, config.vocab_size)
-            return {"input_ids": row.input_ids, "labels": row.labels}
-
-        generator = np.random.default_rng(SEED_OF_EVALUATION)
-        rows = [TASKS[task](generator, length, config.vocab_size) for _ in range(settings["eval_rows"])]
+        rows = evaluation_rows(task, config, settings["eval_rows"])
         goal = StopAtGoal(rows, 1 + config.num_hidden_layers * (config.sliding_window - 1))
         options = settings["options"] | {"learning_rate": rate}
-        _, values = train_on_stream(config, make_row, seed, folder / arm / f"seed-{seed}", options, [goal])
+        run_folder = folder / arm / f"seed-{seed}"
+        _, values = train_on_stream(config, row_maker(task, config), seed, run_folder, options, [goal])
         return {"steps": goal.steps, "far_accuracy": goal.curve, "max_logit": values["max_logit"]} | {
             "diverged": values["diverged"]
         }
