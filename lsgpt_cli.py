@@ -292,7 +292,7 @@ def _compare(argv: list[str]) -> int:
     recipe, argv = _split_recipe(argv)
     args, fields = parser.parse_known_args(argv)
 
-    from lsgpt.training.compare import compare
+    from lsgpt.studies.compare import compare
 
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
     compare(recipe, arms, args.seeds, args.output_dir, fields, args.arms_file, args.processes)

@@ -372,12 +372,13 @@ def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
     kinds = {"global": "max_logit_global", "local": "max_logit_local"}
     rows = {}
     for kind, key in kinds.items():
-        if points := points_of(metrics, key, math.inf):
-            ends = (points[0], max(points, key=lambda point: point[1]), points[-1])
+        if points := points_of(metrics, key):
+            largest = max(points, key=lambda point: math.inf if math.isnan(point[1]) else point[1])
+            ends = (points[0], largest, points[-1])
             rows[kind] = [f"{value:.3g} ({step:,})" for step, value in ends]
-    points = points_of(metrics, "max_logit", math.inf)
+    points = points_of(metrics, "max_logit")
     threshold = _with_defaults(recipe or {})["max_logit_threshold"]
-    over = [step for step, value in points if value > threshold]
+    over = [step for step, value in points if not value <= threshold]
     return {
         "max_logits": rows,
         "measured_steps": f"{len(points):,}",

@@ -190,8 +190,8 @@ all validation text (about a million tokens); the loss with the context cut is t
             "cpu_seconds": logs[-1]["cpu_seconds"],
             "wall_seconds": logs[-1]["wall_seconds"],
             "flops_per_step": 3 * model.config.flops_per_token(length) * length,
-            "loss_over_seconds": thin([(log["cpu_seconds"], _finite(log["loss"])) for log in logs], mean),
-            "loss_over_steps": thin([(log["step"], _finite(log["loss"])) for log in logs], mean),
+            "loss_over_seconds": thin([(log["cpu_seconds"], log["loss"]) for log in logs], mean),
+            "loss_over_steps": thin([(log["step"], log["loss"]) for log in logs], mean),
             "by_context": losses_by_context(model, blocks, self.contexts, 16_384),
         }
 

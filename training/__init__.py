@@ -9,7 +9,6 @@ from .callbacks import (
     StopAtStepCallback,
     StopOnBadLossCallback,
 )
-from .compare import compare
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
 from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
@@ -45,7 +44,6 @@ __all__ = [
     "attend_in_float32",
     "build_trainer",
     "collate_blocks",
-    "compare",
     "count_bytes",
     "exponentiated_loss",
     "find_end_of_thinking",

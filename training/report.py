@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import shlex
@@ -16,13 +17,12 @@ from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
 
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
-from .results import RunResult, finite
+from .results import RunResult
 
 
 __all__ = [
     "describe_commit",
     "describe_environment",
-    "finite",
     "format_results",
     "peak_memory",
     "points_of",
@@ -214,10 +214,9 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
     return "\n".join(lines)
 
 
-def points_of(log_history: list[dict], key: str, null: float | None = None) -> list[tuple[int, float]]:
-    """Returns `(step, value)` for every log that contains `key`; `null` replaces None, which is otherwise left out."""
-    points = [(log["step"], null if log[key] is None else log[key]) for log in log_history if key in log]
-    return [(step, value) for step, value in points if value is not None]
+def points_of(log_history: list[dict], key: str) -> list[tuple[int, float]]:
+    """Returns `(step, value)` for every log that contains `key`. None, of earlier versions, was NaN or infinite."""
+    return [(log["step"], math.nan if log[key] is None else log[key]) for log in log_history if key in log]
 
 
 def format_results(results: RunResult) -> dict[str, str]:

@@ -22,8 +22,7 @@ from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.measurements import losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file
-from lsgpt.studies.study import NUM_POINTS, Study, spike_score, thin
-from lsgpt.training.compare import join_arm
+from lsgpt.studies.study import NUM_POINTS, Study, join_arm, spike_score, thin
 from lsgpt.training.train import largest
 
 

@@ -30,9 +30,9 @@ from transformers import (
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy
+from lsgpt.studies.compare import resolve_arm
 from lsgpt.training import LSGPTTrainer, build_trainer, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.compare import resolve_arm
 from lsgpt.training.data import collate_blocks, train_tokenizer
 from lsgpt.training.healing import load_teacher, measure_perplexity, next_token_logits
 from lsgpt.training.report import _before_and_after

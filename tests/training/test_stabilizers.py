@@ -6,6 +6,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
+from lsgpt.studies.compare import resolve_arm
+from lsgpt.studies.study import join_arm
 from lsgpt.training import (
     LogitTelemetryCallback,
     LSGPTTrainer,
@@ -15,7 +17,6 @@ from lsgpt.training import (
     parse_arguments,
     qk_clip,
 )
-from lsgpt.training.compare import join_arm, resolve_arm
 
 
 INPUTS = torch.arange(80).view(2, 40) * 7 % 97
