@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lsgpt.configuration import load_config
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.training.arguments import free_folder
+from lsgpt.training.folders import free_folder
 
 from .card import HEADS_PICTURE, PLOTS, draw_heads, load_tokenizer, make_card
 

@@ -111,7 +111,17 @@ def make_runs(
     for arm, seed in missing:
         log = result_file(work, arm, seed).with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "lsgpt.studies", study.name, scale, arm, str(seed), work, *fields]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "lsgpt.studies",
+            study.name,
+            scale,
+            arm,
+            str(seed),
+            work,
+            *fields,
+        ]
         commands.append(Command(command, log))
     start = time.perf_counter()
     with closing(run_commands(commands, num_processes)) as ended:  # an error here stops the other runs

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, Trainer
 
-from lsgpt.training.arguments import Arguments, find_checkpoint, parse_arguments
+from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, pack, tokenize
+from lsgpt.training.folders import check_checkpoint, find_checkpoint
 from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
 from lsgpt.training.results import RunResult
-from lsgpt.training.train import build_trainer, check_checkpoint, largest, load_texts, make_tokenizer, train
+from lsgpt.training.train import build_trainer, largest, load_texts, make_tokenizer, train
 from lsgpt.utilities import table
 
 from .comparisons import Bounds, Comparison, Sooner, format_values

@@ -26,7 +26,7 @@ TINY = (
 QUICK_RUN = (
     *("--config_overrides", TINY, "--block_size", "64", "--max_steps", "4", "--logging_steps", "2"),
     *("--warmup_steps", "1", "--eval_strategy", "no", "--per_device_eval_batch_size", "64"),
-    *("--max_eval_blocks", "64", "--max_tokenizer_characters", "500000"),
+    *("--max_eval_blocks", "64"),
 )
 
 

@@ -6,7 +6,6 @@ from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
     StepTimerCallback,
-    StopAtStepCallback,
     StopOnBadLossCallback,
 )
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
@@ -38,7 +37,6 @@ __all__ = [
     "RunResult",
     "SaveOnSignalCallback",
     "StepTimerCallback",
-    "StopAtStepCallback",
     "StopOnBadLossCallback",
     "adagc_optimizer",
     "attend_in_float32",

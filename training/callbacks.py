@@ -71,18 +71,6 @@ def read_metrics(path: str | Path) -> list[dict]:
     return logs
 
 
-class StopAtStepCallback(TrainerCallback):
-    """Ends the training after a number of optimizer steps; the learning-rate schedule still extends to `max_steps`."""
-
-    def __init__(self, step: int):
-        """Ends after optimizer step `step`, counted from 1."""
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= self.step:
-            control.should_training_stop = True
-
-
 class SaveOnSignalCallback(TrainerCallback):
     """
     On SIGTERM, a cluster's notice that the job will end, finishes the step, saves a checkpoint and ends the training.

@@ -30,9 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
 
-from lsgpt.utilities import suggest
-
-from .arguments import looks_like_a_path
+from lsgpt.utilities import looks_like_a_path, suggest
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -151,7 +151,7 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
         return math.inf
 
 
-def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> Any:
+def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16) -> Any:
     """
     Freezes the weights that are not trained, and adds adapters for `lora`.
 

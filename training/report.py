@@ -18,6 +18,7 @@ from lsgpt.utilities import describe, table, with_unit
 
 from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 from .results import RunResult
+from .telemetry import THRESHOLD
 
 
 __all__ = [
@@ -197,8 +198,7 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
     perplexity = {"eval_perplexity": "evaluation (held-out text)", "eval_averaged_perplexity": averaged}
     curves("perplexity.png", "Evaluation perplexity", perplexity, "perplexity per token", log_y=True)
     kinds = {"max_logit_global": "global heads", "max_logit_local": "local heads"}
-    threshold = recipe["max_logit_threshold"]
-    curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=threshold)
+    curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=THRESHOLD)
     plot_max_logits(max_logits, folder / "max_logits_by_head.png", config)
     lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
     lines.append(

@@ -51,6 +51,8 @@ class RunResult:
     train_seconds: float = math.nan
     """Wall time of the training since its last start."""
     loss_by_position: list[float] = field(default_factory=list)
+    prompt: str = "The"
+    """The first words of the evaluation text, which the model continues in the report."""
 
     @property
     def status(self) -> str:

@@ -57,6 +57,20 @@ def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_mor
     return model
 
 
+def looks_like_a_path(name: str) -> bool:
+    """
+    Returns whether `name` can only mean a file or a folder, because a name on the Hub is `NAME` or `USER/NAME`. If it
+    does not exist, there is no need to ask the Hub, which takes half a minute without a network.
+    """
+    path = Path(name)
+    return (
+        name.startswith((".", "~"))
+        or path.is_absolute()
+        or len(path.parts) > 2
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
+
+
 def refuse_tensors(
     missing: Sequence[str], unknown: Sequence[str], misshapen: Sequence[str], what: str = "the checkpoint's tensors"
 ):

@@ -47,7 +47,6 @@ RECIPE = {
     "save_steps": 2,
     "max_logit_every_n_steps": 2,
     "use_cpu": True,
-    "prompt": "line",
 }
 
 
