@@ -267,11 +267,8 @@ def test_recipes_of_the_paper(name):
     assert data.dataset_name == "emozilla/pg19" and config.vocab_size == 10_000 and not data.respect_boundaries
     assert data.block_size * args.per_device_train_batch_size * args.gradient_accumulation_steps == 524_288
     assert (args.learning_rate, args.warmup_steps, args.max_steps) == (6e-4, 2000, 50_000)
-    assert (
-        args.lr_scheduler_kwargs == {"min_lr": 6e-5, "num_training_steps": 600_000}
-       
+    assert args.lr_scheduler_kwargs == {"min_lr": 6e-5, "num_training_steps": 600_000}
     assert args.lr_scheduler_type == "cosine_with_min_lr"
-    )
     assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
     assert args.bf16 and args.torch_compile
     shape = config.num_hidden_layers, config.num_attention_heads, config.head_dim, config.hidden_size
