@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
 from lsgpt.training.arguments import OURS
@@ -23,7 +23,7 @@ from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
 from lsgpt.training.results import RunResult
 from lsgpt.training.telemetry import THRESHOLD
-from lsgpt.utilities import compare_costs, describe, has_sinks, runs_on_vllm, table
+from lsgpt.utilities import compare_costs, describe, has_sinks, load_tokenizer, runs_on_vllm, table
 
 
 HEADS_PICTURE = "heads.png"
@@ -71,7 +71,7 @@ def make_card(
         ValueError: If there is no checkpoint, no tokenizer, or no licence.
     """
     folder = Path(folder)
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    config, tokenizer = load_config(folder), load_tokenizer(folder, local_files_only=True)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
     metadata: dict = find_license(folder, license, recipe)
     metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
@@ -241,17 +241,6 @@ def _read_metadata(folder: str | Path) -> dict:
         return ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"the metadata of {readme} cannot be read: {error}") from error
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a checkpoint; raises `ValueError` if there is none."""
-    # Checked by name, because without this file Transformers would look for another tokenizer.
-    if not (folder / "tokenizer_config.json").is_file():
-        raise ValueError(f"{str(folder)!r} must hold its tokenizer; it has no tokenizer_config.json")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
 
 
 def _render(metadata: dict, tags: Sequence[str], context: dict) -> ModelCard:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.training.report import describe_environment
 from lsgpt.training.results import finite
+from lsgpt.utilities.environment import describe_environment
 
 from .compare import RecipeArms
 from .registry import load_study

@@ -9,10 +9,10 @@ import yaml
 from lsgpt.configuration import load_arms
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.plots import CONTEXT_LABEL
 from lsgpt.training.report import points_of
 from lsgpt.training.results import RunResult
 from lsgpt.utilities import suggest, table, with_unit
+from lsgpt.utilities.plots import CONTEXT_LABEL
 
 from .comparisons import format_values
 from .plots import plot

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from lsgpt.configuration import load_preset
-from lsgpt.training.plots import average_in_bins
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import average_in_bins
 
 from .comparisons import Best, Comparison, Metric, format_values
 from .plots import plot

@@ -6,7 +6,6 @@ import shutil
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +14,13 @@ from transformers import AutoTokenizer, Trainer
 
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.data import ALGORITHMS, pack, tokenize
+from lsgpt.training.data import ALGORITHMS, first_blocks
 from lsgpt.training.folders import check_checkpoint, find_checkpoint
-from lsgpt.training.plots import average_in_bins
 from lsgpt.training.report import points_of
 from lsgpt.training.results import RunResult
 from lsgpt.training.train import build_trainer, largest, load_texts, make_tokenizer, train
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import average_in_bins
 
 from .comparisons import Bounds, Comparison, Sooner, format_values
 
@@ -222,11 +221,10 @@ def blocks_of(length: int) -> dict[str, Any]:
     return {**fields, "max_eval_blocks": 100 * 512 // length}
 
 
-def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor:
+def validation_blocks(folder: Path, count: int | None, block_size: int) -> torch.Tensor:
     """The first blocks of a run's validation text: token ids `(count, block_size)`."""
     data = parse_arguments(folder / "recipe.yaml", ["--output_dir", str(folder)]).data
-    tokens = tokenize(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder))
-    return torch.stack([torch.as_tensor(row["input_ids"]).long() for row in islice(pack(tokens, block_size), count)])
+    return first_blocks(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder), block_size, count)
 
 
 def collect(folder: Path) -> dict:

@@ -1,5 +1,7 @@
 """Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports. Each also works on its own."""
 
+from lsgpt.utilities.plots import plot_max_logits
+
 from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
 from .averaging import AVERAGES, AveragedWeightsCallback
 from .callbacks import (
@@ -10,8 +12,7 @@ from .callbacks import (
 )
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
-from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
-from .plots import plot_max_logits
+from .metrics import LanguageModelingMetrics, TokenMetrics, count_bytes, token_losses
 from .report import write_report
 from .results import RunResult
 from .soft_thinking import find_end_of_thinking, generate_soft_thinking
@@ -24,20 +25,18 @@ __all__ = [
     "AVERAGES",
     "Arguments",
     "AveragedWeightsCallback",
-    "BitsPerByte",
     "DataArguments",
     "LSGPTTrainer",
     "LanguageModelingMetrics",
     "LogitTelemetryCallback",
-    "LossByPosition",
     "MetricsFileCallback",
     "ModelArguments",
-    "Perplexity",
     "RunArguments",
     "RunResult",
     "SaveOnSignalCallback",
     "StepTimerCallback",
     "StopOnBadLossCallback",
+    "TokenMetrics",
     "adagc_optimizer",
     "attend_in_float32",
     "build_trainer",

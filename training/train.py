@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lsgpt.configuration import LSGPTConfig, load_recipe
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import load_complete, with_unit
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
 from .averaging import AveragedWeightsCallback, check_averages
@@ -61,7 +62,7 @@ from .healing import (
     sink_parameters,
 )
 from .metrics import LanguageModelingMetrics, token_losses
-from .report import peak_memory, points_of, reset_peak_memory, write_report
+from .report import points_of, write_report
 from .results import RunResult
 from .stabilizers import IN_FLOAT32, adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback

@@ -10,8 +10,8 @@ import yaml
 from matplotlib.image import imread
 
 from lsgpt.training import RunResult, plot_max_logits, write_report
-from lsgpt.training.plots import average_in_bins, plot_curves
-from lsgpt.training.report import peak_memory, reset_peak_memory
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
+from lsgpt.utilities.plots import average_in_bins, plot_curves
 
 
 RESULT = RunResult(

@@ -457,7 +457,7 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"on_explosion": "panic"}, "`on_explosion` must be one of warn, stop, clip; got 'panic'"),
         ({"optim": "adagc"}, r"`max_grad_norm` must be 0 with AdaGC .*; got 1.0"),
         ({"streaming": True}, "the validation split of the stream has none"),
-        ({"tokenizer": "nowhere/at-all"}, "cannot load `tokenizer` 'nowhere/at-all'"),
+        ({"tokenizer": "nowhere/at-all"}, "`tokenizer`: the tokenizer 'nowhere/at-all' cannot"),
         ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
         ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
     ],
