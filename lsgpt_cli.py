@@ -292,7 +292,7 @@ def _compare(argv: list[str]) -> int:
     recipe, argv = _split_recipe(argv)
     args, fields = parser.parse_known_args(argv)
 
-    from lsgpt.training.compare import compare
+    from lsgpt.studies.compare import compare
 
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
     compare(recipe, arms, args.seeds, args.output_dir, fields, args.arms_file, args.processes)
@@ -376,22 +376,17 @@ def _load(name: str):
     """Loads the tokenizer and the model of a checkpoint; raises `ValueError` if its files lack weights."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoTokenizer
 
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
-    from lsgpt.utilities import load_complete
+    from lsgpt.utilities import load_complete, load_tokenizer
 
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "tokenizer_config.json")):
-        raise ValueError(
-            f"{name!r} has no tokenizer: save the model's tokenizer into it, with `tokenizer.save_pretrained`"
-        )
+    tokenizer = load_tokenizer(name)
     place = repr(name) if os.path.isdir(name) else f"{name!r}, which is not a local folder"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
         model = load_complete(name, device_map="auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
+        raise ValueError(f"cannot load a model from {place}: {reason}") from error
     return tokenizer, model
 
 

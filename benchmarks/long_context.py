@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.training.report import peak_memory, reset_peak_memory
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .decode import cache_bytes
 from .memory import in_own_process

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from lsgpt.training.report import peak_memory, reset_peak_memory
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .peers import PAIRS, STOCK, gpt2_config, llama_config, load_shape, stock_family
 from .record import OUTPUT, begin_result, write_result

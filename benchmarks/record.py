@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from lsgpt.training.report import describe_environment
+from lsgpt.utilities.environment import describe_environment
 
 
 OUTPUT = Path("runs") / "bench"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.training.arguments import free_folder
+from lsgpt.training.folders import free_folder
 from lsgpt.utilities import suggest
 
 from . import attention, decode, prefill, train

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
-from lsgpt.utilities import suggest
+from lsgpt.utilities import looks_like_a_path, suggest
 
 
 _FOLDER = Path(__file__).parent
@@ -48,6 +48,8 @@ def load_config(name_or_path: str | Path, **overrides) -> LSGPTConfig:
     Raises:
         ValueError: If there is no such checkpoint, it is of another kind of model, or the overrides are invalid.
     """
+    if looks_like_a_path(str(name_or_path)) and not Path(name_or_path).is_dir():
+        raise ValueError(f"there is no checkpoint {str(name_or_path)!r}: no such folder")
     try:
         values, _ = LSGPTConfig.get_config_dict(name_or_path)
     except OSError as error:

@@ -1,9 +1,8 @@
 """Chooses the global heads of a pretrained model on a user's text, measures the loss of quality, and reports both."""
 
-import math
 import random
 from collections.abc import Iterable, Sequence
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +13,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training.data import load_documents, pack, tokenize
+from lsgpt.training.data import first_blocks, load_documents
+from lsgpt.training.metrics import perplexity_of, total_loss
 from lsgpt.utilities import compare_costs, table
+from lsgpt.utilities.plots import heat_map
 
 from .heads import HeadChanges, choose_global_heads, measure_changes, with_global_heads
 
@@ -170,8 +171,7 @@ def read_blocks(
     documents = load_documents(text, validation_percentage=50)
     parts = []
     for split in ("train", "validation"):
-        blocks = pack(tokenize(documents[split].to_iterable_dataset(), tokenizer), block_size)
-        parts.append([torch.as_tensor(block["input_ids"]).long() for block in islice(blocks, max_blocks)])
+        parts.append(list(first_blocks(documents[split], tokenizer, block_size, max_blocks)))
     if not all(parts):
         raise ValueError(
             f"the calibration text must have a block of {block_size} tokens to measure heads on and another one for "
@@ -221,18 +221,13 @@ def make_passages(
     return passages
 
 
-@torch.no_grad()
 def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], description: str = "Perplexity") -> float:
     """
     Computes the perplexity per token of a causal language model on blocks of token ids `(n,)`, all of the same length.
     The first token of a block is not predicted.
     """
-    options = {"skip_logits": True} if isinstance(model, LSGPTForCausalLM) else {}
-    losses = []
-    for block in tqdm(blocks, desc=description, leave=False):
-        ids = block[None].to(model.device)
-        losses.append(model(input_ids=ids, labels=ids, use_cache=False, **options).loss.item())
-    return math.exp(sum(losses) / len(losses))
+    rows = (block[None] for block in tqdm(blocks, desc=description, leave=False))
+    return perplexity_of(*total_loss(model, ({"input_ids": ids, "labels": ids} for ids in rows)))
 
 
 @torch.no_grad()
@@ -363,14 +358,11 @@ def plot_scores(path: str | Path, scores: torch.Tensor, global_kv_heads: list[li
     size = max(4.0, 1.5 + 0.5 * num_heads), max(2.5, 1.2 + 0.4 * num_layers)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(100 * scores.numpy(), aspect="auto", vmin=0)
+    image = heat_map(axes, 100 * scores.numpy(), vmin=0)
     for layer, chosen in enumerate(global_kv_heads):
         for head in chosen:
             frame = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2, zorder=3)
             axes.add_patch(frame)
-    axes.set_xticks(range(num_heads))
-    axes.set_yticks(range(num_layers))
     axes.set_xlabel("key/value head")
-    axes.set_ylabel("layer")
     figure.colorbar(image, label="share of the change, %")
     figure.savefig(path, dpi=150)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.training.arguments import looks_like_a_path
+from lsgpt.utilities import looks_like_a_path
 
 from .calibration import Calibration, calibrate, write_report
 from .heads import with_global_heads

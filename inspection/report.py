@@ -4,15 +4,14 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import heat_map
 
 from .statistics import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers
 
@@ -244,14 +243,13 @@ def plot_heads(path: str | Path, statistics: AttentionStatistics):
     cell = panel[0] + 1.3, panel[1] + 0.6
     size = columns * cell[0], rows * cell[1] + 0.5
     canvas = Figure(figsize=size)
-    colors = colormaps["viridis"].with_extremes(bad="lightgrey")
     has_both = statistics.is_local.any(1) & ~statistics.is_local.all(1)
     for number, (figure, values) in enumerate(figures.items()):
         row, column = divmod(number, columns)
         left, bottom = (column * cell[0] + 0.5) / size[0], ((rows - 1 - row) * cell[1] + 0.5) / size[1]
         axes = canvas.add_axes((left, bottom, panel[0] / size[0], panel[1] / size[1]))
         bar = canvas.add_axes((left + (panel[0] + 0.08) / size[0], bottom, 0.1 / size[0], panel[1] / size[1]))
-        image = axes.imshow(np.ma.masked_invalid(values.numpy()), aspect="auto", cmap=colors, vmin=0)
+        image = heat_map(axes, values.numpy(), vmin=0)
         if figure in SHARES or figure.endswith("entropy"):
             image.set_clim(0, 1)
         canvas.colorbar(image, cax=bar, format="{x:.0%}" if figure in SHARES else "{x:g}")

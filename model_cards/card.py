@@ -14,15 +14,16 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
-from lsgpt.training.arguments import DataArguments, ModelArguments, RunArguments, check_license
+from lsgpt.training.arguments import OURS
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
 from lsgpt.training.results import RunResult
-from lsgpt.utilities import compare_costs, describe, has_sinks, runs_on_vllm, table
+from lsgpt.training.telemetry import THRESHOLD
+from lsgpt.utilities import compare_costs, describe, has_sinks, load_tokenizer, runs_on_vllm, table
 
 
 HEADS_PICTURE = "heads.png"
@@ -70,7 +71,7 @@ def make_card(
         ValueError: If there is no checkpoint, no tokenizer, or no licence.
     """
     folder = Path(folder)
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    config, tokenizer = load_config(folder), load_tokenizer(folder, local_files_only=True)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
     metadata: dict = find_license(folder, license, recipe)
     metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
@@ -79,8 +80,8 @@ def make_card(
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
     context = {
         **_describe_model(config),
-        **_describe_snippets(config, repo_id or str(folder), recipe, tokenizer),
-        **_describe_logits(metrics, recipe),
+        **_describe_snippets(config, repo_id or str(folder), recipe, results.prompt if results else "The", tokenizer),
+        **_describe_logits(metrics),
         "name": name,
         "heads_picture": HEADS_PICTURE,
         "license_text": _license_text(metadata),
@@ -126,7 +127,7 @@ def make_preset_card(preset: str) -> ModelCard:
         **_describe_model(config),
         **_describe_recipe(recipe, config),
         **_describe_snippets(config, f"runs/{preset}", recipe),
-        **_describe_logits([], recipe),
+        **_describe_logits([]),
         "preset": preset,
         "name": f"The preset {preset}",
         "heads_picture": f"{preset}.png",
@@ -198,7 +199,8 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
     Finds the metadata about the licence of the weights in `folder`: `license`, and for `other` its name and link.
 
     Raises:
-        ValueError: If there is no licence, or the Hub does not know it.
+        ValueError: If there is no licence, or it is `other` and has no name. Only the Hub knows its identifiers; an
+            upload fails with an unknown one before anything is published.
     """
     known = _find_metadata(folder, recipe)
     license = license or known.get("license")
@@ -207,7 +209,6 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
             "`license` must be given, the licence of the weights as the Hub names it, such as apache-2.0; "
             f"{str(folder)!r} has none in a recipe.yaml or in the metadata of a README.md"
         )
-    check_license(license)
     if license != "other":
         return {"license": license}
     named = {field: known.get(field) for field in ("license_name", "license_link")}
@@ -242,17 +243,6 @@ def _read_metadata(folder: str | Path) -> dict:
         raise ValueError(f"the metadata of {readme} cannot be read: {error}") from error
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a checkpoint; raises `ValueError` if there is none."""
-    # Checked by name, because without this file Transformers would look for another tokenizer.
-    if not (folder / "tokenizer_config.json").is_file():
-        raise ValueError(f"{str(folder)!r} must hold its tokenizer; it has no tokenizer_config.json")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
-
-
 def _render(metadata: dict, tags: Sequence[str], context: dict) -> ModelCard:
     data = ModelCardData(
         library_name="transformers",
@@ -278,17 +268,20 @@ def _describe_model(config: LSGPTConfig) -> dict:
 
 
 def _describe_snippets(
-    config: LSGPTConfig, model_id: str, recipe: dict | None, tokenizer: PreTrainedTokenizerBase | None = None
+    config: LSGPTConfig,
+    model_id: str,
+    recipe: dict | None,
+    prompt: str = "The",
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict:
     positions = config.max_position_embeddings
-    recipe = _with_defaults(recipe or {"prompt": "The"})
-    prompt_length = len(tokenizer(recipe["prompt"])["input_ids"]) if tokenizer else 0
+    prompt_length = len(tokenizer(prompt)["input_ids"]) if tokenizer else 0
     return {
         "model_literal": json.dumps(model_id, ensure_ascii=False),
         "model_argument": shlex.quote(model_id),
-        "prompt_literal": json.dumps(recipe["prompt"], ensure_ascii=False),
+        "prompt_literal": json.dumps(prompt, ensure_ascii=False),
         "max_new_tokens": max(1, min(50, positions - prompt_length)),
-        "max_length": min(recipe["block_size"], positions),
+        "max_length": min(_with_defaults(recipe or {})["block_size"], positions),
     }
 
 
@@ -368,20 +361,20 @@ def _eval_results(results: RunResult, recipe: dict) -> list[EvalResult] | None:
     ] or None
 
 
-def _describe_logits(metrics: list[dict], recipe: dict | None) -> dict:
+def _describe_logits(metrics: list[dict]) -> dict:
     kinds = {"global": "max_logit_global", "local": "max_logit_local"}
     rows = {}
     for kind, key in kinds.items():
-        if points := points_of(metrics, key, math.inf):
-            ends = (points[0], max(points, key=lambda point: point[1]), points[-1])
+        if points := points_of(metrics, key):
+            largest = max(points, key=lambda point: math.inf if math.isnan(point[1]) else point[1])
+            ends = (points[0], largest, points[-1])
             rows[kind] = [f"{value:.3g} ({step:,})" for step, value in ends]
-    points = points_of(metrics, "max_logit", math.inf)
-    threshold = _with_defaults(recipe or {})["max_logit_threshold"]
-    over = [step for step, value in points if value > threshold]
+    points = points_of(metrics, "max_logit")
+    over = [step for step, value in points if not value <= THRESHOLD]
     return {
         "max_logits": rows,
         "measured_steps": f"{len(points):,}",
-        "threshold": f"{len(over):,} of them had one over {threshold:g}" if over else f"none was over {threshold:g}",
+        "threshold": f"{len(over):,} of them had one over {THRESHOLD:g}" if over else f"none was over {THRESHOLD:g}",
     }
 
 
@@ -422,4 +415,4 @@ def _license_text(metadata: dict) -> str:
 
 def _with_defaults(recipe: dict) -> dict:
     """Adds the defaults of the fields that a recipe leaves out."""
-    return {**asdict(ModelArguments()), **asdict(DataArguments()), **asdict(RunArguments()), **recipe}
+    return {name: value for kind in OURS for name, value in asdict(kind()).items()} | recipe

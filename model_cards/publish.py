@@ -16,9 +16,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lsgpt.configuration import load_config
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.training.arguments import free_folder
+from lsgpt.training.folders import free_folder
+from lsgpt.utilities import load_tokenizer
 
-from .card import HEADS_PICTURE, PLOTS, draw_heads, load_tokenizer, make_card
+from .card import HEADS_PICTURE, PLOTS, draw_heads, make_card
 
 
 _OPTIONAL_FILES = ("generation_config.json", "recipe.yaml", "metrics.jsonl", "results.json", "LICENSE")
@@ -82,7 +83,7 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None = None) 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} must be a checkpoint; it has no config.json")
     config = load_config(folder)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, local_files_only=True)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {str(folder)!r} must be the model's: it has {len(tokenizer):,} tokens, and the model's "

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.training.report import describe_environment, finite
+from lsgpt.training.results import finite
+from lsgpt.utilities.environment import describe_environment
 
+from .compare import RecipeArms
 from .registry import load_study
 from .runner import result_file
 
@@ -20,7 +22,7 @@ def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
     # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
     start, environment = time.perf_counter(), describe_environment()  # the commit that the run begins with
-    study = load_study(name)
+    study = RecipeArms(Path(folder)) if name == RecipeArms.name else load_study(name)
     values = study.run(arm, int(seed), scale, Path(folder), fields)
     line = {
         "arm": arm,

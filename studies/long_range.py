@@ -9,8 +9,8 @@ import torch
 
 from lsgpt import LSGPTConfig
 from lsgpt.configuration import load_preset
-from lsgpt.training.plots import average_in_bins
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import average_in_bins
 
 from .comparisons import Best, Comparison, Metric, format_values
 from .plots import plot

@@ -277,8 +277,8 @@ def _parts_table(runs: Runs) -> str:
 ROPE = {"position_embedding_type": "rope"}
 QK_NORM = {"qk_norm": True}
 SCHEDULE = {
-    "max_steps": 240_000,
-    "stop_at_step": 20_000,
+    "max_steps": 20_000,
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1, "num_training_steps": 240_000},
     "max_eval_blocks": None,
     "save_steps": 500,
     "save_total_limit": None,
@@ -449,11 +449,9 @@ Nothing is said about global heads in text unless multi-head attention gains {GA
             "paper-v1",
             {
                 **SCHEDULE,
-                "max_steps": 600_000,
+                "lr_scheduler_kwargs": {"min_lr": 6.0e-5, "num_training_steps": 600_000},
                 "config_overrides": {"vocab_size": 1024},
                 "tokenizer": "bpe",
-                "max_tokenizer_characters": 20_000_000,
-                "preprocessing_num_workers": None,
                 "per_device_train_batch_size": 1,
                 "gradient_accumulation_steps": 1,
                 "per_device_eval_batch_size": 1,

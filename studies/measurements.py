@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
 from lsgpt.inspection import FIGURES, attention_statistics, head_figures
 from lsgpt.modeling_lsgpt import Visibility, attention_layers
+from lsgpt.training.metrics import total_loss
 
 
 PARTS = 8
 """The loss with a context of `c` tokens is that of the last `c / PARTS` tokens of windows of `c` tokens."""
 
 
-@torch.no_grad()
 def validation_loss(model: PreTrainedModel, blocks: torch.Tensor, batch_size: int = 4) -> float:
     """The mean loss of `(N, T)` blocks, in nats per token; infinite if it is not a number."""
-    losses = [model(ids, labels=ids).loss.item() * len(ids) for ids in blocks.split(batch_size)]
-    loss = sum(losses) / len(blocks)
+    total, count = total_loss(model, ({"input_ids": ids, "labels": ids} for ids in blocks.split(batch_size)))
+    loss = total / count
     return loss if math.isfinite(loss) else math.inf
 
 

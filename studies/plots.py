@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lsgpt.training.plots import BASELINE, GLOBAL, LOCAL, OTHERS
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
 
 from .comparisons import CONFIDENCE, t_quantile
 

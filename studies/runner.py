@@ -11,10 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.processes import Command, run_commands
 from lsgpt.utilities import format_duration, table
 
 from .comparisons import LOSS
+from .processes import Command, run_commands
 from .registry import load_study
 from .study import Runs, Study
 
@@ -73,24 +73,55 @@ def run_study(
     study.prepare(scale, work, fields)
     (work / FIELDS_FILE).write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
 
-    runs_file = folder / RUNS_FILE
-    if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
-        runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
     # All arms of a seed come before the next seed, so that an early report already shows every arm.
     seeds = {arm: num_seeds or study.num_seeds(arm, scale) for arm in arms}
     wanted = [(arm, study.first_seed + i) for i in range(max(seeds.values())) for arm in arms if i < seeds[arm]]
-    made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
-    missing = [run for run in wanted if run not in made]
     num_processes = num_processes or ((os.cpu_count() or 1) if scale == "micro" else 1)
-    hours = study.scales[scale].hours * len(missing) / _num_runs(study, scale)
-    print(
-        f"{len(missing)} of {len(wanted)} runs to make, {num_processes} at once; expected: {hours:.1f} h", flush=True
-    )
+    hours = study.scales[scale].hours * len(find_missing(folder, wanted)) / _num_runs(study, scale)
+    print(f"Expected: {hours:.1f} h", flush=True)
+    return make_runs(study, scale, wanted, folder, work, num_processes, fields)
+
+
+def find_missing(folder: Path, wanted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns those of the wanted runs, each an arm and a seed, that have no line in the folder's `RUNS_FILE`."""
+    made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
+    return [run for run in wanted if run not in made]
+
+
+def make_runs(
+    study: Study,
+    scale: str,
+    wanted: Sequence[tuple[str, int]],
+    folder: Path,
+    work: Path,
+    num_processes: int,
+    fields: Sequence[str] = (),
+) -> Path:
+    """
+    Makes those of the `wanted` runs that `folder` does not hold, each in a process of its own, and writes the report
+    after each of them. A run that was interrupted resumes from its checkpoint. Arguments as for `run_study`; `work` is
+    the folder that the study has prepared.
+    """
+    runs_file = folder / RUNS_FILE
+    if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
+        runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
+    missing = find_missing(folder, wanted)
+    print(f"{len(missing)} of {len(wanted)} runs to make, {num_processes} at once", flush=True)
     commands = []
     for arm, seed in missing:
         log = result_file(work, arm, seed).with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        command: list[str | Path] = [sys.executable, "-m", "lsgpt.studies", name, scale, arm, str(seed), work, *fields]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "lsgpt.studies",
+            study.name,
+            scale,
+            arm,
+            str(seed),
+            work,
+            *fields,
+        ]
         commands.append(Command(command, log))
     start = time.perf_counter()
     with closing(run_commands(commands, num_processes)) as ended:  # an error here stops the other runs
@@ -209,35 +240,31 @@ def write_report(study: Study, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
-    claims = word_comparisons(study, runs)
     seeds = {arm: len(values) for arm, values in runs.items()}
     scales = sorted({line["scale"] for line in lines})
-    counts = sorted(set(seeds.values()))
-    wanted = sum(_num_runs(study, scale) for scale in scales)
-    made = f"{len(lines)} runs" if len(lines) >= wanted else f"so far {len(lines)} of {wanted} runs,"
-    command = " ".join(["lsgpt study", study.name, "--scale", scales[0], *lines[0]["fields"]])
-    made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     seconds = sum(line["seconds"] for line in lines)
+    counts = sorted(set(seeds.values()))
+    how_many = f"of {len(seeds)} arms, {' or '.join(map(str, counts))} for each arm;\n{format_duration(seconds)}"
+    how_many += " of computing, all runs added up. Figures are means ± sample standard deviations over seeds."
+    made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""
-    except_for = ", except for the changes that are told below" if study.changes else ""
+    intro, size = "", f"{len(lines)} runs {how_many}"
+    if study.comparisons:
+        except_for = ", except for the changes that are told below" if study.changes else ""
+        criteria = f"Criteria were written down before the runs{except_for}.\n{ABOUT_COMPARISONS}"
+        intro = f"{study.question}\n\n## Claims\n\n{criteria}\n\n{word_comparisons(study, runs)}\n\n"
+        wanted = sum(_num_runs(study, scale) for scale in scales)
+        made = f"{len(lines)} runs" if len(lines) >= wanted else f"so far {len(lines)} of {wanted} runs,"
+        command = " ".join(["lsgpt study", study.name, "--scale", scales[0], *lines[0]["fields"]])
+        size = f"Scale {', '.join(scales)}: {made} {how_many}\n"
+        size += f"Again: `{command}`; this page alone: `lsgpt study {study.name} --report FOLDER`."
     report = f"""# {study.title}
 
-{study.question}
-
-## Claims
-
-Criteria were written down before the runs{except_for}.
-{ABOUT_COMPARISONS}
-
-{claims}
-
-## What was run
+{intro}## What was run
 
 {study.protocol}{changes}
 
-Scale {", ".join(scales)}: {made} of {len(seeds)} arms, {" or ".join(map(str, counts))} for each arm;
-{format_duration(seconds)} of computing, all runs added up. Figures are means ± sample standard deviations over seeds.
-Again: `{command}`; this page alone: `lsgpt study {study.name} --report FOLDER`.
+{size}
 
 ## Results
 

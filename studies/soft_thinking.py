@@ -458,7 +458,7 @@ def reinforce(
     trainer = trainer_class(model, reward, args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     keys = {"reward": "reward", "length": "completions/mean_length"}
-    return {name: points_of(trainer.state.log_history, key, math.nan) for name, key in keys.items()}
+    return {name: points_of(trainer.state.log_history, key) for name, key in keys.items()}
 
 
 # Evaluation

@@ -91,7 +91,7 @@ def train_on_stream(
     )
     trainer.train()
     history = trainer.state.log_history
-    curves = {key: points_of(history, key, math.nan) for key in ("loss", "max_logit")}
+    curves = {key: points_of(history, key) for key in ("loss", "max_logit")}
     logits = [value for _, value in curves["max_logit"]]
     return model.eval(), {
         "diverged": guard.bad_step is not None,

@@ -1,12 +1,11 @@
 """Base classes of studies, with their arms, runs and comparisons, and functions that studies share."""
 
 import hashlib
-import json
 import math
+import shutil
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,13 @@ from transformers import AutoTokenizer, Trainer
 
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.compare import find_checkpoint_or_delete_run, join_arm, prepare_tokenizer
-from lsgpt.training.data import pack, tokenize
-from lsgpt.training.plots import average_in_bins
+from lsgpt.training.data import ALGORITHMS, first_blocks
+from lsgpt.training.folders import check_checkpoint, find_checkpoint
 from lsgpt.training.report import points_of
-from lsgpt.training.train import build_trainer, largest, load_texts, train
+from lsgpt.training.results import RunResult
+from lsgpt.training.train import build_trainer, largest, load_texts, make_tokenizer, train
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import average_in_bins
 
 from .comparisons import Bounds, Comparison, Sooner, format_values
 
@@ -132,8 +132,10 @@ class TrainingStudy(Study):
     """
 
     def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
-        """Trains the tokenizer, once for all runs."""
-        prepare_tokenizer(self.base(scale, fields), folder)
+        """Trains the tokenizer, once for all runs that keep the algorithm and the vocabulary size of the base."""
+        base = self.base(scale, fields)
+        if _trained_tokenizer(base) and not (folder / "tokenizer").exists():
+            make_tokenizer(base.data, base.build_config(), load_texts(base.data)).save_pretrained(folder / "tokenizer")
 
     def check(self, arm: str, scale: str, fields: Sequence[str]):
         """Raises `ValueError` or `ImportError` if the arm's recipe is invalid, or needs a package that is missing."""
@@ -153,12 +155,14 @@ class TrainingStudy(Study):
         base = self.base(scale, fields)
         run_folder = folder / arm / f"seed-{seed}"
         overrides = ["--seed", str(seed), "--output_dir", str(run_folder)]
-        if (tokenizer := folder / "tokenizer").exists():
+        arm_fields = self.arms(scale)[arm]
+        trained = _trained_tokenizer(join_arm(base.recipe, arm, arm_fields))
+        if (tokenizer := folder / "tokenizer").exists() and trained == _trained_tokenizer(base):
             overrides += ["--tokenizer", str(tokenizer)]
         if not (run_folder / "results.json").exists():
             if checkpoint := find_checkpoint_or_delete_run(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
-            arguments = join_arm(base.recipe, arm, self.arms(scale)[arm], overrides)
+            arguments = join_arm(base.recipe, arm, arm_fields, overrides)
             trainer = self.build(arguments, arm)
             if train(trainer, arguments) is None:
                 raise SystemExit("interrupted; the checkpoint is saved")
@@ -178,6 +182,36 @@ class TrainingStudy(Study):
         return {}
 
 
+def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ()) -> Arguments:
+    """
+    Returns the arguments of an arm that is given by its recipe fields: its `config_overrides` are added to those of
+    `base`, and its other fields replace those of `base`. `overrides` are command-line fields, which take precedence.
+    """
+    merged = {**base, **fields, "run_name": name}
+    merged["config_overrides"] = {**(base["config_overrides"] or {}), **(fields.get("config_overrides") or {})}
+    return parse_arguments(merged, overrides)
+
+
+def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
+    """Returns the algorithm and size of the tokenizer that a run trains, or `None` if it trains none."""
+    if arguments.model.model_name_or_path or arguments.data.tokenizer not in ALGORITHMS:
+        return None
+    return arguments.data.tokenizer, arguments.build_config().vocab_size
+
+
+def find_checkpoint_or_delete_run(run_folder: Path) -> Path | None:
+    """Returns the checkpoint from which the run in a folder can resume; if there is none, deletes the folder."""
+    try:
+        checkpoint = find_checkpoint(run_folder)
+        check_checkpoint(checkpoint)
+    except ValueError as error:
+        if run_folder.exists():
+            print(f"Starting the run in {run_folder} anew: {error}", flush=True)
+            shutil.rmtree(run_folder)
+        return None
+    return checkpoint
+
+
 def blocks_of(length: int) -> dict[str, Any]:
     """
     Recipe fields of `micro` for blocks of `length` tokens, with as many tokens in a step and the same text for
@@ -187,11 +221,10 @@ def blocks_of(length: int) -> dict[str, Any]:
     return {**fields, "max_eval_blocks": 100 * 512 // length}
 
 
-def validation_blocks(folder: Path, count: int, block_size: int) -> torch.Tensor:
+def validation_blocks(folder: Path, count: int | None, block_size: int) -> torch.Tensor:
     """The first blocks of a run's validation text: token ids `(count, block_size)`."""
     data = parse_arguments(folder / "recipe.yaml", ["--output_dir", str(folder)]).data
-    tokens = tokenize(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder))
-    return torch.stack([torch.as_tensor(row["input_ids"]).long() for row in islice(pack(tokens, block_size), count)])
+    return first_blocks(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder), block_size, count)
 
 
 def collect(folder: Path) -> dict:
@@ -200,20 +233,19 @@ def collect(folder: Path) -> dict:
     by position, and curves of up to `NUM_POINTS` points. Each point summarizes the steps since the previous one by the
     mean loss or the largest logit.
     """
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    logs = read_metrics(folder / "metrics.jsonl")
-    curves = {"loss": thin(points_of(logs, "loss", math.nan), statistics.fmean)}
+    result, logs = RunResult.read(folder), read_metrics(folder / "metrics.jsonl")
+    losses = points_of(logs, "loss")
+    curves = {"loss": thin(losses, statistics.fmean)}
     for key in sorted({key for log in logs for key in log if key.startswith("max_logit")}):
-        curves[key] = thin(points_of(logs, key, math.nan), largest)
-    losses = [loss for _, loss in points_of(logs, "loss", math.nan)]
+        curves[key] = thin(points_of(logs, key), largest)
+    first_loss = losses[0][1] if losses else math.nan
     kept = ("status", "step", "eval_loss", "eval_bits_per_byte", "max_logit", "parameters", "train_seconds")
-    by_position = [math.nan if x is None else x for x in results["loss_by_position"]]
-    is_finite = results["status"] == "finished" and results["eval_loss"] is not None
-    return {name: results[name] for name in kept} | {
-        "diverged": not (is_finite and results["eval_loss"] < losses[0]),
-        "first_loss": losses[0],
-        "spike_score": spike_score(losses),
-        "loss_by_position": average_in_bins(by_position) if is_finite else [],
+    is_finite = result.outcome == "finished" and math.isfinite(result.eval_loss)
+    return {name: getattr(result, name) for name in kept} | {
+        "diverged": not is_finite or result.eval_loss >= first_loss,
+        "first_loss": first_loss,
+        "spike_score": spike_score([loss for _, loss in losses]),
+        "loss_by_position": average_in_bins(result.loss_by_position) if is_finite else [],
         "curves": curves,
     }
 

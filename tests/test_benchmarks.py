@@ -10,8 +10,8 @@ import pytest
 
 from lsgpt.benchmarks import long_context, memory, record, telemetry
 from lsgpt.configuration import load_preset
-from lsgpt.training import report
 from lsgpt.training.telemetry import summarize_max_logits
+from lsgpt.utilities import environment
 
 
 TINY = ["--preset", "demo", "--length", "100", "--steps", "4", "--every_n_steps", "2", "--threads", "1"]
@@ -66,9 +66,9 @@ def test_telemetry_that_changes_the_training_is_not_timed(tmp_path, monkeypatch)
 
 def test_results_name_the_commit(tmp_path, monkeypatch):
     clone = tmp_path / "clone"
-    (clone / "training").mkdir(parents=True)
-    shutil.copy(report.__file__, clone / "training")
-    monkeypatch.setattr(report, "__file__", str(clone / "training" / "report.py"))
+    (clone / "utilities").mkdir(parents=True)
+    shutil.copy(environment.__file__, clone / "utilities")
+    monkeypatch.setattr(environment, "__file__", str(clone / "utilities" / "environment.py"))
     # An installed package has no commit, not even inside another project's clone.
     git(tmp_path, "init")
     assert record.begin_result("memory")["environment"]["commit"] == "none: the installed package, version 0.1.0"
@@ -80,10 +80,10 @@ def test_results_name_the_commit(tmp_path, monkeypatch):
     result = record.begin_result("memory", "--lengths", "8 9")
     assert result["command"] == "lsgpt bench memory --lengths '8 9'"
     assert result["environment"]["commit"] == commit
-    (clone / "training" / "report.py").write_text("changed")
-    assert report.describe_environment()["commit"] == f"{commit}-dirty"
+    (clone / "utilities" / "environment.py").write_text("changed")
+    assert environment.describe_environment()["commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
-    assert report.describe_environment()["commit"].startswith("unknown")
+    assert environment.describe_environment()["commit"].startswith("unknown")
 
 
 def test_pages_show_the_committed_results():

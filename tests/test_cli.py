@@ -26,7 +26,7 @@ TINY = (
 QUICK_RUN = (
     *("--config_overrides", TINY, "--block_size", "64", "--max_steps", "4", "--logging_steps", "2"),
     *("--warmup_steps", "1", "--eval_strategy", "no", "--per_device_eval_batch_size", "64"),
-    *("--max_eval_blocks", "64", "--max_tokenizer_characters", "500000"),
+    *("--max_eval_blocks", "64"),
 )
 
 
@@ -169,11 +169,11 @@ def change_config(**fields):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_weights, "cannot load a model and its tokenizer from 'FOLDER': Error while deserializing header"),
+        (cut_weights, "cannot load a model from 'FOLDER': Error while deserializing header"),
         (forget_a_layer, "configuration; missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj"),
         (forget_the_tokenizer, "'FOLDER' has no tokenizer"),
         (change_config(hidden_size="big"), "Field 'hidden_size' expected int, got str (value: 'big')"),
-        (change_config(vocab_size=1001), "cannot load a model and its tokenizer from 'FOLDER'"),
+        (change_config(vocab_size=1001), "cannot load a model from 'FOLDER'"),
     ],
 )
 def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys, damage, message):

@@ -1,19 +1,18 @@
 """Training with the stock `Trainer`: recipes, data, callbacks, metrics and reports. Each also works on its own."""
 
+from lsgpt.utilities.plots import plot_max_logits
+
 from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
 from .averaging import AVERAGES, AveragedWeightsCallback
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
     StepTimerCallback,
-    StopAtStepCallback,
     StopOnBadLossCallback,
 )
-from .compare import compare
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
-from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
-from .plots import plot_max_logits
+from .metrics import LanguageModelingMetrics, TokenMetrics, count_bytes, token_losses
 from .report import write_report
 from .results import RunResult
 from .soft_thinking import find_end_of_thinking, generate_soft_thinking
@@ -26,26 +25,22 @@ __all__ = [
     "AVERAGES",
     "Arguments",
     "AveragedWeightsCallback",
-    "BitsPerByte",
     "DataArguments",
     "LSGPTTrainer",
     "LanguageModelingMetrics",
     "LogitTelemetryCallback",
-    "LossByPosition",
     "MetricsFileCallback",
     "ModelArguments",
-    "Perplexity",
     "RunArguments",
     "RunResult",
     "SaveOnSignalCallback",
     "StepTimerCallback",
-    "StopAtStepCallback",
     "StopOnBadLossCallback",
+    "TokenMetrics",
     "adagc_optimizer",
     "attend_in_float32",
     "build_trainer",
     "collate_blocks",
-    "compare",
     "count_bytes",
     "exponentiated_loss",
     "find_end_of_thinking",

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,19 +33,13 @@ from .callbacks import local_part
 logger = logging.get_logger(__name__)
 
 
-class Average(NamedTuple):
-    """The settings of a kind of average with their defaults, and how many copies of the weights it keeps."""
-
-    defaults: dict[str, float]
-    copies: int
-
-
-AVERAGES = {
-    "ema": Average({"every_n_steps": 1, "decay": 0.999}, 1),
-    "ema-warmup": Average({"every_n_steps": 1, "decay": 0.9999}, 1),
-    "bema": Average({"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0}, 3),
+AVERAGES: dict[str, dict[str, float]] = {
+    "ema": {"every_n_steps": 1, "decay": 0.999},
+    "ema-warmup": {"every_n_steps": 1, "decay": 0.9999},
+    "bema": {"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0},
 }
-"""The kinds of average, see `AveragedWeightsCallback`; the defaults of BEMA are those of arXiv:2508.00180."""
+"""The settings of the kinds of average, see `AveragedWeightsCallback`, with their defaults; those of BEMA are those of
+arXiv:2508.00180."""
 
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
 """Settings must be at least the first number and below the second. A `rho` of 1 or more keeps the weight of a BEMA
@@ -78,7 +72,7 @@ def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     if kind not in AVERAGES:
         known = ", ".join(AVERAGES)
         raise ValueError(f"the `kind` of average must be one of {known}; got {kind!r}{suggest(str(kind), AVERAGES)}")
-    settings = dict(AVERAGES[kind].defaults)
+    settings = dict(AVERAGES[kind])
     for name, setting in value.items():
         if name == "kind":
             continue
@@ -145,46 +139,24 @@ class AveragedWeightsCallback(TrainerCallback):
             the first training.
     """
 
-    def __init__(
-        self,
-        kind: str = "ema",
-        *,
-        every_n_steps: int | None = None,
-        decay: float | None = None,
-        kappa: float | None = None,
-        eta: float | None = None,
-        rho: float | None = None,
-        gamma: float | None = None,
-        evaluate: str = "both",
-        name: str = "averaged",
-    ):
+    def __init__(self, kind: str = "ema", *, name: str = "averaged", **settings: float):
         """
         Args:
             kind: `ema`, `ema-warmup` or `bema`.
-            every_n_steps: Updates the average at optimizer steps that are multiples of this number; by default 1, or
-                400 for `bema`.
-            decay: For `ema` (default 0.999) and `ema-warmup` (default 0.9999), at least 0 and below 1.
-            kappa: For `bema` (default 0.5), the exponent of the weight of an update.
-            eta: For `bema` (default 0.2), the exponent of the correction.
-            rho: For `bema` (default 10), the age at the start, at least 1.
-            gamma: For `bema` (default 1), how much each step adds to the age.
-            evaluate: What an attached Trainer evaluates: the `raw` weights, the `averaged` ones, or `both`.
             name: The folder of the averaged model, and the part of the metrics' names that tells them apart. Two
                 callbacks for one Trainer need different names.
+            settings: Settings of the kind, with the defaults in `AVERAGES`. `every_n_steps` updates the average at
+                optimizer steps that are multiples of this number. `decay` is at least 0 and below 1. Of `bema`,
+                `kappa` is the exponent of the weight of an update, `eta` that of the correction, `rho` the age at the
+                start, at least 1, and `gamma` how much each step adds to the age.
 
         Raises:
             ValueError: If a value is invalid, or a setting belongs to another kind.
         """
-        settings = {"decay": decay, "kappa": kappa, "eta": eta, "rho": rho, "gamma": gamma}
-        settings["every_n_steps"] = every_n_steps
-        given = {setting: value for setting, value in settings.items() if value is not None}
-        self.settings = read_averaging({"kind": kind, **given})
+        self.settings = read_averaging({"kind": kind, **settings})
         self.kind = self.settings.pop("kind")
-        if evaluate not in ("raw", "averaged", "both"):
-            raise ValueError(f"`evaluate` must be one of raw, averaged, both; got {evaluate!r}")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"`name` must consist of letters, digits, _ and -, to name a folder; got {name!r}")
-        self.evaluate = evaluate
         self.name = name
         self.averages: dict[str, torch.Tensor] = {}
         self._emas: dict[str, torch.Tensor] = {}
@@ -193,24 +165,19 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer):
         """
-        Makes a Trainer evaluate the averaged weights as well, as `evaluate` says. Adds the callback to the Trainer if
-        it is not there yet.
+        Makes a Trainer evaluate the averaged weights as well. Adds the callback to the Trainer if it is not there yet.
 
         Args:
-            trainer: Any Trainer.
+            trainer: Any Trainer. An `LSGPTTrainer` does this itself with each such callback that it is given.
 
         Raises:
-            ValueError: If the Trainer has another such callback, and both have the same name or one of them replaces
-                the evaluation of the raw weights.
+            ValueError: If the Trainer has another such callback of the same name.
         """
         others = [c for c in trainer.callback_handler.callbacks if isinstance(c, AveragedWeightsCallback)]
-        for other in others:
-            if other is not self and (other.name == self.name or "averaged" in (other.evaluate, self.evaluate)):
-                raise ValueError(
-                    "two AveragedWeightsCallbacks of one Trainer must have different names, and neither may have "
-                    f'`evaluate="averaged"`; got the names {other.name!r} and {self.name!r}, and for `evaluate` '
-                    f"{other.evaluate!r} and {self.evaluate!r}"
-                )
+        if any(other is not self and other.name == self.name for other in others):
+            raise ValueError(
+                f"two AveragedWeightsCallbacks of one Trainer must have different names; got {self.name!r} twice"
+            )
         if self not in others:
             trainer.add_callback(self)
         if self._trainer is not trainer:
@@ -350,12 +317,9 @@ class AveragedWeightsCallback(TrainerCallback):
         The raw weights are evaluated last, with the same random numbers as without averages. The training then
         continues from the same random state, and metrics that keep a state keep that of the raw weights.
         """
-        if self.evaluate == "raw" or not self.averages or kwargs.get("description") != "Evaluation":
+        if not self.averages or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
         named = {**kwargs, "metric_key_prefix": f"{kwargs.get('metric_key_prefix', 'eval')}_{self.name}"}
-        if self.evaluate == "averaged":
-            with self.averaged_weights(trainer.model):
-                return raw_loop(*args, **named)
         with self.averaged_weights(trainer.model), _keep_random_state(trainer.args.device):
             # The class's own method, because `raw_loop` may belong to another such callback.
             averaged = type(trainer).evaluation_loop(trainer, *args, **named)

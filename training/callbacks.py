@@ -18,15 +18,18 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from .results import from_json, to_json
+
 
 logger = logging.get_logger(__name__)
 
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. Numbers
-    that JSON cannot represent (NaN, infinities) become `null`. A resumed run first drops the lines after its step; a
-    new run keeps all lines, so give it another `output_dir`.
+    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. JSON has
+    no NaN and infinities: they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, from which `read_metrics`
+    and Python's `float` make numbers again. A resumed run first drops the lines after its step; a new run keeps all
+    lines, so give it another `output_dir`.
 
     ```python
     >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
@@ -41,7 +44,7 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(args.output_dir) / self.file_name
         if state.is_world_process_zero and state.global_step > 0 and path.exists():
             kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
-            path.write_text("".join(json.dumps(log) + "\n" for log in kept), encoding="utf-8")
+            path.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -49,32 +52,23 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(args.output_dir) / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {"step": state.global_step, **(logs or {})}
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(to_json(values) + "\n")
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Reads JSON lines, such as those of `MetricsFileCallback`; skips a last line that was cut off by a crash."""
+    """
+    Reads JSON lines, such as those of `MetricsFileCallback`; skips a last line that was cut off by a crash.
+
+    Earlier versions wrote `null` for a figure that was not finite, which is read as it is.
+    """
     logs = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
-            logs.append(json.loads(line))
+            logs.append(from_json(line))
         except json.JSONDecodeError:
             break
     return logs
-
-
-class StopAtStepCallback(TrainerCallback):
-    """Ends the training after a number of optimizer steps; the learning-rate schedule still extends to `max_steps`."""
-
-    def __init__(self, step: int):
-        """Ends after optimizer step `step`, counted from 1."""
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= self.step:
-            control.should_training_stop = True
 
 
 class SaveOnSignalCallback(TrainerCallback):

@@ -28,11 +28,10 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, default_data_collator
 
-from lsgpt.utilities import suggest
-
-from .arguments import looks_like_a_path
+from lsgpt import utilities
+from lsgpt.utilities import looks_like_a_path, suggest
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -265,10 +264,10 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
             f"`tokenizer` must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub; there is no {name!r}"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        tokenizer = utilities.load_tokenizer(name)
+    except ValueError as error:
         choices = f"; it must be {', '.join(ALGORITHMS)}, a folder, or a tokenizer on the Hub"
-        raise ValueError(f"cannot load `tokenizer` {name!r}: {error}{suggest(name, ALGORITHMS) or choices}") from error
+        raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or choices}") from error
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"`vocab_size` must be at least the {len(tokenizer)} tokens of the tokenizer {name!r}; got {vocab_size}"
@@ -407,6 +406,18 @@ def pack(
             kwargs = {"tokens": tokens, "packer": packer}
             return Dataset.from_generator(_generate_blocks, features=features, gen_kwargs=kwargs)
     raise ValueError(f"`block_size` must be at most the {num_tokens} tokens of the data; got {block_size}")
+
+
+def first_blocks(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int, count: int | None = None
+) -> torch.Tensor:
+    """
+    Returns the first `count` blocks of documents, or all, as token ids `(blocks, block_size)`. No more documents than
+    needed are tokenized.
+    """
+    stream = documents.to_iterable_dataset() if isinstance(documents, Dataset) else documents
+    rows = [row["input_ids"] for row in islice(pack(tokenize(stream, tokenizer), block_size), count)]
+    return torch.tensor(np.array(rows, dtype=np.int64).reshape(-1, block_size))
 
 
 def shuffle_blocks(blocks: IterableDataset, seed: int, buffer_size: int) -> IterableDataset:

@@ -24,7 +24,7 @@ from transformers import (
 from lsgpt.utilities import load_complete
 
 from .data import collate_blocks
-from .metrics import IGNORED_LABEL, token_losses
+from .metrics import perplexity_of, total_loss
 
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,7 +124,6 @@ def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor])
     return teacher(**inputs, use_cache=False).logits
 
 
-@torch.no_grad()
 def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset, args: TrainingArguments) -> float:
     """
     Measures the perplexity of a model over the predicted tokens of all blocks. Processes share the work, so all of
@@ -136,22 +135,16 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
         args: The arguments of the run; a batch has `per_device_eval_batch_size` rows.
     """
     blocks = split_dataset_by_node(blocks, args.process_index, args.world_size)
-    total, count = 0.0, 0
-    for batch in DataLoader(blocks, batch_size=args.per_device_eval_batch_size, collate_fn=collate_blocks):
-        batch = {key: values.to(model.device) for key, values in batch.items()}
-        total += token_losses(next_token_logits(model, batch), batch["labels"]).double().sum().item()
-        count += (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
+    batches = DataLoader(blocks, batch_size=args.per_device_eval_batch_size, collate_fn=collate_blocks)
+    total, count = total_loss(model, batches)
     if args.world_size > 1:
         sums = torch.tensor([total, count], dtype=torch.float64, device=args.device)
         torch.distributed.all_reduce(sums)
         total, count = sums.tolist()
-    try:
-        return math.exp(total / count)
-    except OverflowError:
-        return math.inf
+    return perplexity_of(total, count)
 
 
-def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int) -> Any:
+def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16) -> Any:
     """
     Freezes the weights that are not trained, and adds adapters for `lora`.
 

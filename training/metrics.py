@@ -1,12 +1,9 @@
-"""Perplexity, bits per byte and loss by position, averaged over tokens and not over batches.
-
-Each is an `evaluate.Metric` that needs no network. All of them take rows, whose lengths may differ, as `predictions`
-(the loss of each token, as returned by `token_losses`) and `references` (the labels). The labels are those of the
-causal model: not shifted, and ignored where they are -100. The first token of a row is never predicted.
-"""
+"""Perplexity, bits per byte and loss by position, averaged over tokens and not over batches."""
 
 import json
+import math
 import re
+from collections.abc import Iterable
 from itertools import chain
 
 import evaluate
@@ -14,7 +11,9 @@ import numpy as np
 import torch
 from datasets import Features, List, Value
 from torch.nn import functional as F
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+
+from lsgpt.modeling_lsgpt import LSGPTConfig
 
 
 IGNORED_LABEL = -100
@@ -54,13 +53,71 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
     return losses
 
 
-class _TokenMetric(evaluate.Metric):
-    """Base class of the metrics, which take rows of losses and rows of labels."""
+@torch.no_grad()
+def total_loss(model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[float, int]:
+    """
+    Returns the total loss of a causal language model in nats, and the number of predicted tokens.
 
-    def __init__(self, num_process: int = 1, **kwargs):
+    Args:
+        model: The model, in evaluation mode.
+        batches: The model's inputs with `labels` `(B, T)`, which are not shifted, and -100 where there is nothing to
+            predict.
+    """
+    options = {"skip_logits": True} if model.config.model_type == LSGPTConfig.model_type else {}
+    total, count = 0.0, 0
+    for batch in batches:
+        batch = {name: values.to(model.device) for name, values in batch.items()}
+        number = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
+        if number:
+            total += model(**batch, use_cache=False, **options).loss.item() * number
+            count += number
+    return total, count
+
+
+def perplexity_of(total: float, count: int) -> float:
+    """Returns the exponential of the mean loss; infinity if that overflows."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(total / count))
+
+
+class TokenMetrics(evaluate.Metric):
+    """
+    Loss, perplexity, bits per byte and the loss by position, with the same weight for every predicted token,
+    regardless of its row and batch. This is an `evaluate.Metric` that needs no network.
+
+    ```python
+    >>> TokenMetrics(count_bytes(tokenizer)).compute(predictions=token_losses(logits, labels), references=labels)
+    {'loss': 2.0, 'perplexity': 7.38905609893065, 'loss_by_position': [2.5, 1.5], 'bits_per_byte': 1.25}
+    ```
+
+    Args:
+        predictions: Rows of losses in nats, as returned by `token_losses`. Their lengths may differ.
+        references: Rows of labels, not shifted, and ignored where they are -100. The first token of a row is never
+            predicted.
+
+    Returns:
+        `loss`, the mean in nats per predicted token; `perplexity`, its exponential (infinity if that overflows);
+        `loss_by_position`, T - 1 means for rows of up to T tokens, of which entry `i` is for the tokens with a context
+        of `i + 1` tokens, and NaN if none of them is predicted; and, given `bytes_per_token`, `bits_per_byte`, for
+        comparing models with different tokenizers: the total number of bits divided by the total number of bytes of
+        the predicted tokens. Special tokens have a loss but no bytes.
+
+    Raises:
+        ValueError: If losses and labels differ in shape, no token is predicted, a label has no entry in
+            `bytes_per_token`, or none of the predicted tokens has a byte.
+    """
+
+    def __init__(self, bytes_per_token=None, num_process: int = 1, **kwargs):
+        """
+        Args:
+            bytes_per_token: `(V,)`, a list, array or tensor: the number of UTF-8 bytes of each token id.
+            num_process: As for `evaluate.Metric`.
+            kwargs: As for `evaluate.Metric`.
+        """
         # `compute` reads all rows into memory anyway. A file is only needed if several processes hold parts of the
         # rows; with one process, it would stay behind, locked, after each error.
         super().__init__(num_process=num_process, **{"keep_in_memory": num_process == 1, **kwargs})
+        self.bytes_per_token = None if bytes_per_token is None else torch.as_tensor(bytes_per_token).cpu().numpy()
 
     def _finalize(self):
         if self.writer is None:
@@ -75,8 +132,34 @@ class _TokenMetric(evaluate.Metric):
             features=Features({"predictions": List(Value("float32")), "references": List(Value("int64"))}),
         )
 
+    def _compute(self, predictions, references):
+        return summarize(predictions, references, self.bytes_per_token)
 
-def _predicted_tokens(predictions: list[list[float]], references: list[list[int]]) -> tuple[np.ndarray, ...]:
+
+def summarize(predictions: Iterable, references: Iterable, bytes_per_token: np.ndarray | None = None) -> dict:
+    """Returns what `TokenMetrics` does, for all rows at once."""
+    losses, labels, positions = _predicted_tokens(predictions, references)
+    block_size = max(map(len, references))
+    sums = np.bincount(positions, weights=losses, minlength=block_size)
+    with np.errstate(invalid="ignore"):
+        by_position = (sums / np.bincount(positions, minlength=block_size))[1:].tolist()
+    total, count = float(losses.sum()), len(losses)
+    results = {"loss": total / count, "perplexity": perplexity_of(total, count), "loss_by_position": by_position}
+    if bytes_per_token is None:
+        return results
+    num_tokens = len(bytes_per_token)
+    if labels.min() < 0 or labels.max() >= num_tokens:
+        raise ValueError(
+            f"`bytes_per_token` must have an entry for each label; got {num_tokens} entries and labels from "
+            f"{labels.min()} to {labels.max()}"
+        )
+    num_bytes = bytes_per_token[labels].sum()
+    if num_bytes == 0:
+        raise ValueError(f"the predicted tokens must have bytes; got 0 bytes in {count} tokens")
+    return {**results, "bits_per_byte": total / math.log(2) / float(num_bytes)}
+
+
+def _predicted_tokens(predictions: Iterable, references: Iterable) -> tuple[np.ndarray, ...]:
     """Returns the losses (float64), the labels and the positions in their rows of all predicted tokens."""
     lengths = [len(row) for row in references]
     for row, (values, length) in enumerate(zip(predictions, lengths)):
@@ -97,110 +180,9 @@ def _predicted_tokens(predictions: list[list[float]], references: list[list[int]
     return losses[predicted], labels[predicted], positions[predicted]
 
 
-class Perplexity(_TokenMetric):
-    """
-    Perplexity, with the same weight for every predicted token, regardless of its row and batch.
-
-    ```python
-    >>> Perplexity().compute(predictions=token_losses(logits, labels), references=labels)
-    {'loss': 2.0, 'perplexity': 7.38905609893065}
-    ```
-
-    Args:
-        predictions: Rows of losses in nats, as returned by `token_losses`.
-        references: Rows of labels.
-
-    Returns:
-        `loss`, the mean in nats per predicted token, and `perplexity`, its exponential (infinity if that overflows).
-
-    Raises:
-        ValueError: If losses and labels differ in shape, or no token is predicted.
-    """
-
-    def _compute(self, predictions, references):
-        losses, _, _ = _predicted_tokens(predictions, references)
-        with np.errstate(over="ignore"):
-            return {"loss": float(losses.mean()), "perplexity": float(np.exp(losses.mean()))}
-
-
-class BitsPerByte(_TokenMetric):
-    """
-    Bits per byte of text, for comparing models with different tokenizers: the total number of bits divided by the
-    total number of bytes of the predicted tokens. Special tokens have a loss but no bytes.
-
-    ```python
-    >>> BitsPerByte(count_bytes(tokenizer)).compute(predictions=token_losses(logits, labels), references=labels)
-    {'bits_per_byte': 1.25}
-    ```
-
-    Args:
-        predictions: Rows of losses in nats, as returned by `token_losses`.
-        references: Rows of labels.
-
-    Returns:
-        `bits_per_byte`.
-
-    Raises:
-        ValueError: If losses and labels differ in shape, no token is predicted, a label has no entry in
-            `bytes_per_token`, or none of the predicted tokens has a byte.
-    """
-
-    def __init__(self, bytes_per_token, **kwargs):
-        """
-        Args:
-            bytes_per_token: `(V,)`, a list, array or tensor: the number of UTF-8 bytes of each token id.
-            kwargs: As for `evaluate.Metric`.
-        """
-        super().__init__(**kwargs)
-        self.bytes_per_token = torch.as_tensor(bytes_per_token).cpu().numpy()
-
-    def _compute(self, predictions, references):
-        losses, labels, _ = _predicted_tokens(predictions, references)
-        num_tokens = len(self.bytes_per_token)
-        if labels.min() < 0 or labels.max() >= num_tokens:
-            raise ValueError(
-                f"`bytes_per_token` must have an entry for each label; got {num_tokens} entries and labels from "
-                f"{labels.min()} to {labels.max()}"
-            )
-        num_bytes = self.bytes_per_token[labels].sum()
-        if num_bytes == 0:
-            raise ValueError(f"the predicted tokens must have bytes; got 0 bytes in {len(labels)} tokens")
-        return {"bits_per_byte": float(losses.sum() / np.log(2) / num_bytes)}
-
-
-class LossByPosition(_TokenMetric):
-    """
-    The mean loss at each position of a block, which shows how much a longer context helps.
-
-    ```python
-    >>> LossByPosition().compute(predictions=token_losses(logits, labels), references=labels)
-    {'loss_by_position': [4.5, 3.25, 3.0]}
-    ```
-
-    Args:
-        predictions: Rows of losses in nats, as returned by `token_losses`.
-        references: Rows of labels.
-
-    Returns:
-        `loss_by_position`: a list of T - 1 means in nats for rows of up to T tokens. Entry `i` is for the tokens with
-        a context of `i + 1` tokens; it is NaN if none of them is predicted.
-
-    Raises:
-        ValueError: If losses and labels differ in shape, or no token is predicted.
-    """
-
-    def _compute(self, predictions, references):
-        losses, _, positions = _predicted_tokens(predictions, references)
-        block_size = max(len(row) for row in references)
-        sums = np.bincount(positions, weights=losses, minlength=block_size)
-        counts = np.bincount(positions, minlength=block_size)
-        with np.errstate(invalid="ignore"):
-            return {"loss_by_position": (sums / counts)[1:].tolist()}
-
-
 def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """
-    Returns the number of bytes that each token stands for in decoded text, as `BitsPerByte` takes them.
+    Returns the number of bytes that each token stands for in decoded text, as `TokenMetrics` takes them.
 
     If the tokenizer is lossless, the numbers for the tokens of a text add up to its length in UTF-8 bytes. A space
     that the tokenizer itself puts before a text (`prepend_scheme`, `add_prefix_space`) counts as one byte, because its
@@ -251,12 +233,12 @@ class LanguageModelingMetrics:
     ```
 
     Attributes:
-        loss_by_position: `(T - 1,)`, the result of `LossByPosition` in the last evaluation; None before the first.
+        loss_by_position: `(T - 1,)`, see `TokenMetrics`, in the last evaluation; None before the first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         """Counts the bytes of the tokens with `count_bytes`, and raises `ValueError` under the same conditions."""
-        self.bytes_per_token = count_bytes(tokenizer)
+        self.bytes_per_token = count_bytes(tokenizer).numpy()
         self.loss_by_position: np.ndarray | None = None
 
     def __call__(self, eval_prediction: EvalPrediction) -> dict[str, float]:
@@ -268,7 +250,7 @@ class LanguageModelingMetrics:
             `perplexity` and `bits_per_byte`.
 
         Raises:
-            ValueError: If the predictions are not token losses, or as in `Perplexity` and `BitsPerByte`.
+            ValueError: If the predictions are not token losses, or as in `TokenMetrics`.
         """
         losses, labels = eval_prediction.predictions, eval_prediction.label_ids
         if np.shape(losses) != np.shape(labels):
@@ -276,7 +258,6 @@ class LanguageModelingMetrics:
                 f"`predictions` must be losses in the shape of the labels, as with "
                 f"`preprocess_logits_for_metrics=token_losses`; got {np.shape(losses)} and {np.shape(labels)}"
             )
-        modules = evaluate.combine([Perplexity(), BitsPerByte(self.bytes_per_token), LossByPosition()])
-        results = modules.compute(predictions=losses, references=labels)
+        results = summarize(losses, labels, self.bytes_per_token)
         self.loss_by_position = np.array(results["loss_by_position"])
         return {name: results[name] for name in ("perplexity", "bits_per_byte")}

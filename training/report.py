@@ -1,12 +1,7 @@
 """The report of a training run: a Markdown page and its plots."""
 
-import contextlib
-import importlib.metadata
-import os
-import platform
+import math
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -14,87 +9,11 @@ import yaml
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
+from lsgpt.utilities.environment import describe_environment
+from lsgpt.utilities.plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 
-from .plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
-from .results import RunResult, finite
-
-
-__all__ = [
-    "describe_commit",
-    "describe_environment",
-    "finite",
-    "format_results",
-    "peak_memory",
-    "points_of",
-    "reset_peak_memory",
-    "write_report",
-]
-
-_REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets", "tokenizers")
-
-
-def describe_environment() -> dict[str, str]:
-    """Returns the hardware, software versions and commit of this project, which all reports contain."""
-    hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used"
-    if hasattr(os, "sysconf"):
-        hardware += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        name = torch.cuda.get_device_name()
-        hardware = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, CUDA {torch.version.cuda}; {hardware}"
-    versions = {name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES}
-    system = {"system": platform.system(), "Python": platform.python_version()}
-    return {"hardware": hardware, **system, "commit": describe_commit(), **versions}
-
-
-def describe_commit() -> str:
-    """
-    Returns the commit of the clone that this code runs from, with `-dirty` if tracked files have changed. An installed
-    package has no commit; its version is returned instead.
-    """
-    folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():  # no search in parent folders, which may be another project's clone
-        return f"none: the installed package, version {importlib.metadata.version('lsgpt')}"
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown: git cannot read the clone"
-
-
-def _processor() -> str:
-    """Returns the CPU's name, if the system reports it, and its instruction set."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def reset_peak_memory():
-    """Resets the peak, so that `peak_memory` counts from now on (for main memory, on Linux only)."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
-
-
-def peak_memory() -> int:
-    """Returns the peak memory of this process in bytes: on its GPU if it uses one, else in main memory."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        if sys.platform == "win32":
-            import psutil  # noqa: PLC0415 (a dependency of Accelerate; only needed here)
-
-            return psutil.Process().memory_info().peak_wset
-        import resource  # noqa: PLC0415 (not available on Windows)
-
-        unit = 1 if sys.platform == "darwin" else 1024  # the unit of `ru_maxrss` depends on the system
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+from .results import RunResult
+from .telemetry import THRESHOLD
 
 
 def write_report(
@@ -197,8 +116,7 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
     perplexity = {"eval_perplexity": "evaluation (held-out text)", "eval_averaged_perplexity": averaged}
     curves("perplexity.png", "Evaluation perplexity", perplexity, "perplexity per token", log_y=True)
     kinds = {"max_logit_global": "global heads", "max_logit_local": "local heads"}
-    threshold = recipe["max_logit_threshold"]
-    curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=threshold)
+    curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=THRESHOLD)
     plot_max_logits(max_logits, folder / "max_logits_by_head.png", config)
     lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
     lines.append(
@@ -214,10 +132,9 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
     return "\n".join(lines)
 
 
-def points_of(log_history: list[dict], key: str, null: float | None = None) -> list[tuple[int, float]]:
-    """Returns `(step, value)` for every log that contains `key`; `null` replaces None, which is otherwise left out."""
-    points = [(log["step"], null if log[key] is None else log[key]) for log in log_history if key in log]
-    return [(step, value) for step, value in points if value is not None]
+def points_of(log_history: list[dict], key: str) -> list[tuple[int, float]]:
+    """Returns `(step, value)` for every log that contains `key`. None, of earlier versions, was NaN or infinite."""
+    return [(log["step"], math.nan if log[key] is None else log[key]) for log in log_history if key in log]
 
 
 def format_results(results: RunResult) -> dict[str, str]:

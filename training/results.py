@@ -3,12 +3,19 @@
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 
-_OPTIONAL = ("eval_averaged_perplexity", "max_logit", "perplexity_before_training", "teacher_perplexity")
+_OPTIONAL = (
+    "eval_averaged_perplexity",
+    "max_logit",
+    "perplexity_before_training",
+    "stopped_by",
+    "teacher_perplexity",
+)
 
 
 @dataclass
@@ -44,6 +51,8 @@ class RunResult:
     train_seconds: float = math.nan
     """Wall time of the training since its last start."""
     loss_by_position: list[float] = field(default_factory=list)
+    prompt: str = "The"
+    """The first words of the evaluation text, which the model continues in the report."""
 
     @property
     def status(self) -> str:
@@ -52,54 +61,53 @@ class RunResult:
         return self.outcome if self.outcome == "finished" else f"{self.outcome} at step {self.step}{by}"
 
     def write(self, folder: str | Path):
-        """
-        Writes `results.json`. JSON has no NaN and infinities: they are `null` in their places, and the field
-        `not_finite` says what each is.
-        """
-        values = {"status": self.status, **{f.name: getattr(self, f.name) for f in fields(self)}}
-        lost = {name: _names(value) for name, value in values.items()}
-        values["not_finite"] = {name: found for name, found in lost.items() if found}
-        text = json.dumps(finite(values), indent=2)
-        (Path(folder) / "results.json").write_text(text + "\n", encoding="utf-8")
+        """Writes `results.json`, see `to_json`."""
+        values = {"status": self.status, **asdict(self)}
+        (Path(folder) / "results.json").write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: str | Path) -> "RunResult":
-        """Reads the `results.json` of a run. A `null` without an entry in `not_finite` is NaN, if it is a figure."""
-        values = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+        """Reads the `results.json` of a run. In files of earlier versions, `null` may stand for a lost figure: NaN."""
+        values = from_json((Path(folder) / "results.json").read_text(encoding="utf-8"))
         status = re.match(r"(\w+)(?: at step (\d+))?(?: by (.*))?", values.get("status", "finished"))
         kept: dict[str, Any] = {"outcome": status[1], "stopped_by": status[3]}  # of runs before there was an outcome
-        lost = values.get("not_finite", {})
         for name in (f.name for f in fields(cls) if f.name in values):
-            value = values[name]
-            if name in lost:
-                value = _restore(value, lost[name])
-            elif value is None and name not in (*_OPTIONAL, "stopped_by"):
-                value = math.nan
-            elif name == "loss_by_position":
-                value = [math.nan if x is None else x for x in value]
-            kept[name] = value
+            kept[name] = math.nan if values[name] is None and name not in _OPTIONAL else values[name]
+        kept["loss_by_position"] = [math.nan if x is None else x for x in kept.get("loss_by_position", [])]
         return cls(**kept)
 
 
-def _names(value: Any) -> Any:
-    """`"NaN"`, `"Infinity"` or `"-Infinity"` for such a number; for a list, those in it, by index."""
-    if isinstance(value, list):
-        return {str(i): name for i, x in enumerate(value) if (name := _names(x))}
-    if not isinstance(value, float) or math.isfinite(value):
-        return None
-    return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+def to_json(value: Any, **options) -> str:
+    """
+    Writes a value as JSON. JSON has no NaN and infinities: they become the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, which Python's `float` reads, too. `options` are those of `json.dumps`.
+    """
+    return json.dumps(_map(value, lambda x: _name(x) if isinstance(x, float) else x), **options)
 
 
-def _restore(value: Any, names: Any) -> Any:
-    if isinstance(value, list):
-        return [float(names.get(str(i), "nan")) if x is None else x for i, x in enumerate(value)]
-    return float(names)
+def from_json(text: str) -> Any:
+    """Reads what `to_json` writes."""
+    return _map(json.loads(text), lambda x: float(x) if isinstance(x, str) and x in _NOT_FINITE else x)
 
 
 def finite(value: Any) -> Any:
     """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
+    return _map(value, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+
+
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def _name(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Changes every value inside lists and dictionaries."""
     if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
+        return {name: _map(item, change) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_map(item, change) for item in value]
+    return change(value)

@@ -3,12 +3,10 @@ SofT-GRPO (arXiv:2511.06411): reinforcement learning of soft thinking, on TRL's 
 
 Rollouts and the log-probabilities of their steps are those of `lsgpt.training.soft_thinking`. Advantages, the clipped
 loss and the divergence from the reference model are TRL's. This module needs TRL, so `lsgpt.training` does not import
-it.
+it. What it relies on in TRL beyond what that promises is checked by `tests/upstream/test_trl.py`.
 """
 
-import inspect
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 import torch
 from torch import nn
@@ -34,35 +32,6 @@ try:
     from trl.trainer.utils import pad
 except ImportError as error:
     raise ImportError("SofT-GRPO needs the package trl: in a clone of lsgpt, pip install '.[rl]'") from error
-
-
-HOOKS = {
-    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
-    "_generate_and_score_completions": ("inputs",),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-        "compute_aux_loss",
-    ),
-    "_compute_loss": ("model", "inputs"),
-}
-"""The methods of TRL's trainer that are overridden here, and their first parameters."""
-
-
-def check_hooks(trainer_class: type = GRPOTrainer):
-    """Raises `ImportError` if TRL's trainer does not have the methods of `HOOKS`, with these parameters."""
-    for name, expected in HOOKS.items():
-        method = getattr(trainer_class, name, None)
-        found = tuple(inspect.signature(method).parameters)[1:] if method is not None else ()
-        if found[: len(expected)] != expected:
-            raise ImportError(
-                f"SofT-GRPO overrides `{trainer_class.__name__}.{name}`, whose parameters differ in trl "
-                f"{version('trl')}; install a supported version: in a clone of lsgpt, pip install '.[rl]'"
-            )
 
 
 @dataclass
@@ -155,7 +124,6 @@ class SoftGRPOTrainer(GRPOTrainer):
     Raises:
         ValueError: If a model, a tokenizer or an option cannot be used with soft thinking. It is raised before
             training.
-        ImportError: If the installed version of TRL has different internals.
     """
 
     _tag_names = ["trl", "soft-grpo"]
@@ -169,7 +137,6 @@ class SoftGRPOTrainer(GRPOTrainer):
     args: SoftGRPOConfig
 
     def __init__(self, model, reward_funcs=None, args: SoftGRPOConfig = None, *others, **more):
-        check_hooks()
         if not isinstance(args, SoftGRPOConfig):
             raise ValueError(f"`args` must be a SoftGRPOConfig; got {type(args).__name__}")
         if isinstance(model, nn.Module):

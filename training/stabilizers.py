@@ -1,5 +1,7 @@
 """Published remedies against exploding logits and loss spikes that are neither configuration nor part of the loss."""
 
+import os
+
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, TrainingArguments
@@ -12,10 +14,13 @@ from lsgpt.modeling_lsgpt import (
 )
 
 
+IN_FLOAT32 = "_in_float32"
+
+
 def attend_in_float32(model: nn.Module):
     """
     Makes every attention layer compute logits, softmax and weighted sums in float32, even under autocast, by an
-    attention function of that kind, registered under the name of the model's own with `_in_float32`.
+    attention function of that kind, registered under the name of the model's own with `IN_FLOAT32`.
 
     Raises:
         ValueError: If `model` is not an LSGPT model.
@@ -29,7 +34,7 @@ def attend_in_float32(model: nn.Module):
             output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
         return output.to(query.dtype), weights
 
-    name = f"{config._attn_implementation}_in_float32"
+    name = config._attn_implementation + IN_FLOAT32
     AttentionInterface.register(name, attend_in_float32)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation])
     model.set_attn_implementation(name)
@@ -41,15 +46,25 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
     `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`. It scales the gradient of each tensor down to
     `lambda_rel` times the running mean of its norm.
 
-    It replaces clipping by the global norm, so set `args.max_grad_norm` to 0. Learning rate, betas and epsilon are
-    taken from `args`; the rest are AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
+    Learning rate, betas and epsilon are taken from `args`, and other settings from its `optim_args`; the rest are
+    AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
 
     Raises:
+        ValueError: If `args.max_grad_norm` is not 0, because AdaGC replaces clipping by the global norm; or with FSDP
+            or DeepSpeed, because it needs the gradients of whole tensors.
         ImportError: If the package `pytorch_optimizer` is not installed.
     """
+    if args.max_grad_norm != 0:
+        raise ValueError(
+            "`max_grad_norm` must be 0 with AdaGC (`optim: adagc`), which clips the gradient of each tensor instead; "
+            f"got {args.max_grad_norm}"
+        )
+    if args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
     try:
         from pytorch_optimizer import AdaGC  # noqa: PLC0415 (optional)
     except ImportError as error:
         raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer") from error
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return AdaGC, {**kwargs, "lambda_rel": lambda_rel}
+    given = dict(item.split("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item)
+    return AdaGC, {**kwargs, "lambda_rel": lambda_rel, **{name: float(value) for name, value in given.items()}}

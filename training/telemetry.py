@@ -16,6 +16,10 @@ from lsgpt.telemetry import MaxLogits
 logger = logging.get_logger(__name__)
 
 
+THRESHOLD = 100.0
+"""A larger `|logit|` counts as an explosion: the threshold of QK-clip (arXiv:2507.20534)."""
+
+
 class LogitTelemetryCallback(TrainerCallback):
     """
     Logs the largest attention logits of a step's batch every few optimizer steps, and reacts when they explode.
@@ -46,15 +50,14 @@ class LogitTelemetryCallback(TrainerCallback):
     def __init__(
         self,
         every_n_steps: int = 50,
-        threshold: float = 100.0,
+        threshold: float = THRESHOLD,
         on_explosion: str = "warn",
         log_every_n_steps: int | None = None,
     ):
         """
         Args:
             every_n_steps: Measures at optimizer steps that are multiples of this number.
-            threshold: A larger `|logit|` counts as an explosion, and so do NaN and infinity; 100 is the threshold of
-                QK-clip (arXiv:2507.20534).
+            threshold: A larger `|logit|` counts as an explosion, and so do NaN and infinity.
             on_explosion: What to do on an explosion. `"warn"` logs a warning; `"stop"` saves a checkpoint and ends the
                 training; `"clip"` (LSGPT only) scales the query and key weights of the head so that this batch would
                 not exceed the threshold again (QK-clip).
@@ -81,6 +84,10 @@ class LogitTelemetryCallback(TrainerCallback):
         """The step at which an explosion ended the training, with `on_explosion="stop"`."""
         self._has_warned = False
 
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        if self.on_explosion == "clip":
+            _check_clip(args, model)
+
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         last = LogitTelemetryCallback._last_training
         if last is not None and last() is state:
@@ -90,8 +97,6 @@ class LogitTelemetryCallback(TrainerCallback):
             )
         LogitTelemetryCallback._last_training = weakref.ref(state)
         self._max_logits = MaxLogits(model)
-        if self.on_explosion == "clip":
-            self._check_clip(args, model)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if (state.global_step + 1) % self.every_n_steps == 0:
@@ -144,25 +149,6 @@ class LogitTelemetryCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._max_logits.stop()
 
-    def _check_clip(self, args, model):
-        if not self._max_logits.is_lsgpt:
-            raise ValueError(
-                '`on_explosion` must be "warn" or "stop" for models other than LSGPT, because QK-clip cannot scale '
-                f'their weights; got "clip" for {type(model).__name__}'
-            )
-        if args.deepspeed_plugin is not None:
-            raise ValueError('`on_explosion` must not be "clip" with DeepSpeed, which overwrites changes to weights')
-        if model.config.qk_norm:
-            raise ValueError(
-                '`on_explosion` must not be "clip" with `qk_norm`, because normalized queries ignore the scale of '
-                "their weights"
-            )
-        projections = [p for layer in self._max_logits.layers for p in (layer.q_proj, layer.k_proj)]
-        if not all(projection.weight.requires_grad for projection in projections):
-            raise ValueError(
-                '`on_explosion` must not be "clip" with frozen query or key weights, as with LoRA: it scales them'
-            )
-
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
         row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest
         done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping their weights"}
@@ -174,6 +160,20 @@ class LogitTelemetryCallback(TrainerCallback):
             f"{layer_numbers[row]}"
             f"{done[self.on_explosion]}"
         )
+
+
+def _check_clip(args, model: nn.Module):
+    if not any(type(module).__name__ == "LSGPTAttention" for module in model.modules()):
+        reason = f"for models other than LSGPT, because QK-clip cannot scale their weights; got {type(model).__name__}"
+    elif args.deepspeed_plugin is not None:
+        reason = "with DeepSpeed, which overwrites changes to weights"
+    elif model.config.qk_norm:
+        reason = "with `qk_norm`, because normalized queries ignore the scale of their weights"
+    elif not all(p.weight.requires_grad for layer in attention_layers(model) for p in (layer.q_proj, layer.k_proj)):
+        reason = "with frozen query or key weights, as with `trainable: lora`, because it scales them"
+    else:
+        return
+    raise ValueError(f'`on_explosion` must be "warn" or "stop", not "clip", {reason}')
 
 
 def _check_threshold(threshold: float):

@@ -1,5 +1,6 @@
 """A training run, from its arguments to a folder with a checkpoint that the Auto classes can load."""
 
+import inspect
 import math
 import os
 import shlex
@@ -29,14 +30,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lsgpt.configuration import LSGPTConfig, load_recipe
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import load_complete, with_unit
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
-from .arguments import Arguments, DataArguments, RunArguments, make_folder
+from .arguments import Arguments, DataArguments, RunArguments
 from .averaging import AveragedWeightsCallback, check_averages
 from .callbacks import (
     MetricsFileCallback,
     SaveOnSignalCallback,
     StepTimerCallback,
-    StopAtStepCallback,
     StopOnBadLossCallback,
 )
 from .data import (
@@ -51,6 +52,7 @@ from .data import (
     tokenize,
     train_tokenizer,
 )
+from .folders import check_checkpoint, make_folder
 from .healing import (
     check_teacher,
     choose_trainable,
@@ -60,14 +62,17 @@ from .healing import (
     sink_parameters,
 )
 from .metrics import LanguageModelingMetrics, token_losses
-from .report import peak_memory, points_of, reset_peak_memory, write_report
+from .report import points_of, write_report
 from .results import RunResult
-from .stabilizers import adagc_optimizer, attend_in_float32
+from .stabilizers import IN_FLOAT32, adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 
 
 STREAM_BUFFER = 1000
 """Number of blocks in the shuffle buffer of a stream."""
+
+TOKENIZER_CHARACTERS = 20_000_000
+"""A tokenizer is trained on at most this many characters of the text."""
 
 NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
@@ -112,15 +117,23 @@ class LSGPTTrainer(Trainer):
                 raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
         self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
-        self.teacher_perplexity: float | None = None
         super().__init__(*args, **kwargs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, AveragedWeightsCallback):
+                callback.attach(self)
         if teacher is not None and self.label_smoother is not None:
             raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
 
     def create_accelerator_and_postprocess(self):
-        """As in `Trainer`. Raises `ValueError` for context and sequence parallelism, see `check_parallelism`."""
+        """
+        As in `Trainer`, but FSDP sums gradients and returns the loss in float32: Accelerate's own policy sums them in
+        bfloat16, and rounds the loss to its two to three digits. Raises `ValueError` as `check_parallelism` does.
+        """
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and (policy := fsdp.mixed_precision_policy) is not None:
+            fsdp.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -146,6 +159,19 @@ class LSGPTTrainer(Trainer):
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
 
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """
+        As in `Trainer`, but `num_training_steps` in `lr_scheduler_kwargs` replaces that of the training, so that a
+        training may be the beginning of a longer schedule.
+        """
+        given = self.args.lr_scheduler_kwargs
+        kwargs = dict(given or {})
+        self.args.lr_scheduler_kwargs, length = kwargs, int(kwargs.pop("num_training_steps", num_training_steps))
+        try:
+            return super().create_scheduler(length, optimizer)
+        finally:
+            self.args.lr_scheduler_kwargs = given
+
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """As in `Trainer`, with the figures of a `LogitTelemetryCallback` in `logs`, so that trackers get them too."""
         for callback in self.callback_handler.callbacks:
@@ -155,10 +181,7 @@ class LSGPTTrainer(Trainer):
 
     def _run_epoch(self, *args, **kwargs):
         """As in `Trainer`, but without a step too many after resuming from the last one."""
-        ends = [
-            callback.step for callback in self.callback_handler.callbacks if isinstance(callback, StopAtStepCallback)
-        ]
-        if self.state.global_step >= min([self.state.max_steps, *ends]):
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
@@ -193,44 +216,23 @@ class LSGPTTrainer(Trainer):
                     optimizer.add_param_group({**group, "params": moved, "lr": self.sink_learning_rate})
         return optimizer
 
-    def create_model_card(
-        self,
-        language: str | list[str] | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ):
+    def create_model_card(self, *args, **kwargs):
         """
-        Writes the card into `output_dir`, with `save_card` if it is set.
-
-        Args:
-            language: Language codes for the metadata.
-            license: The weights' licence; by default that of the recipe.
-            tags: Tags for the metadata, in addition to our own.
-            model_name: Not used: the card has the name of the repository.
-            finetuned_from: Name on the Hub of the model that was fine-tuned; by default that of the recipe.
-            tasks: Not used: the task is text generation.
-            dataset_tags: Names on the Hub of the datasets; by default that of the recipe.
-            dataset: Not used: the card describes the data of the recipe.
-            dataset_args: Not used, like `dataset`.
+        Writes the card into `output_dir`, with `save_card` if it is set. The card then describes the run; of the
+        arguments of `Trainer.create_model_card`, `language`, `license`, `tags`, `finetuned_from` and `dataset_tags`
+        add to that or replace it.
         """
         if self.save_card is None:
-            names = (language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args)
-            super().create_model_card(*names)
+            super().create_model_card(*args, **kwargs)
             return
         if not self.is_world_process_zero():
             return
-        tags = [tags] if isinstance(tags, str) else tags or []
-        card = self.save_card(self.args.output_dir, self.hub_model_id, license, language=language, tags=tags)
-        if finetuned_from:
-            card.data.base_model = finetuned_from
-        if dataset_tags:
-            card.data.datasets = [dataset_tags] if isinstance(dataset_tags, str) else dataset_tags
+        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
+        tags, datasets = ([x] if isinstance(x, str) else x or [] for x in map(given.get, ("tags", "dataset_tags")))
+        options = {"language": given.get("language"), "tags": tags}
+        card = self.save_card(self.args.output_dir, self.hub_model_id, given.get("license"), **options)
+        card.data.base_model = given.get("finetuned_from") or card.data.base_model
+        card.data.datasets = datasets or card.data.datasets
         card.save(Path(self.args.output_dir) / "README.md")
 
 
@@ -255,26 +257,6 @@ def check_parallelism(args: TrainingArguments):
                 "over processes, and local heads would lose their window at each border. Use DDP, FSDP2 or DeepSpeed "
                 "ZeRO, which split the batch"
             )
-
-
-def check_checkpoint(checkpoint: str | Path):
-    """
-    Raises `ValueError` for a checkpoint from which a run cannot resume as if it had not been interrupted.
-
-    A `Trainer` that finds no state of the optimizer or the schedule silently starts them anew.
-    """
-    checkpoint = Path(checkpoint)
-    if (checkpoint / "latest").is_file():
-        return  # a checkpoint of DeepSpeed, which looks for its files itself
-    # The optimizer has a file or, with FSDP, a folder; every process has a file with its random states.
-    missing = [name for name in ("optimizer*", "scheduler.pt", "rng_state*.pth") if not any(checkpoint.glob(name))]
-    if missing:
-        names = ", ".join(name.replace("*.", ".").replace("*", ".pt") for name in missing)
-        raise ValueError(
-            f"`resume_from_checkpoint` must contain all that a run needs to resume; got {str(checkpoint)!r} without "
-            f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
-            f"start a new run from the weights alone: --model_name_or_path {shlex.quote(str(checkpoint))}"
-        )
 
 
 def check_stream(checkpoint: str | Path, arguments: Arguments):
@@ -340,7 +322,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         if arguments.run.averaging is not None:
             check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
     if args.process_index == 0:
-        make_folder(arguments)
+        make_folder(args)
+    optimizer = adagc_optimizer(args) if arguments.uses_adagc else None
     set_seed(args.seed)
     config = arguments.build_config()
     with args.main_process_first(desc="loading"):  # the other processes find everything in its cache
@@ -351,13 +334,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         blocks = make_blocks(arguments, documents, tokenizer)
 
     model = build_model(arguments, config, tokenizer)
-    if arguments.run.fp32_attention:
-        attend_in_float32(model)
-    adapters = choose_trainable(model, arguments.model.trainable, arguments.model.lora_rank)
-    optimizer = None
-    if arguments.uses_adagc:
-        settings = dict(item.split("=") for item in (args.optim_args or "lambda_rel=1.05").replace(" ", "").split(","))
-        optimizer = adagc_optimizer(args, **{name: float(value) for name, value in settings.items()})
+    adapters = choose_trainable(model, arguments.model.trainable)
     if args.process_index == 0:
         size = _describe_size(blocks["train"], args.dataloader_num_workers)
         print(
@@ -365,7 +342,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
             f"tokens; everything goes to {args.output_dir}",
             flush=True,
         )
-    trainer = LSGPTTrainer(
+    return LSGPTTrainer(
         model=model,
         args=args,
         train_dataset=blocks["train"],
@@ -382,16 +359,6 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         sink_learning_rate=arguments.model.sink_learning_rate,
         save_card=save_card,
     )
-    if arguments.run.averaging is not None:
-        _callback(trainer, AveragedWeightsCallback).attach(trainer)
-    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        # Accelerate's own policy sums gradients in bfloat16, and rounds the loss to the two to three digits that
-        # bfloat16 has.
-        fsdp.mixed_precision_policy = replace(
-            fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
-        )
-    return trainer
 
 
 def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
@@ -436,11 +403,6 @@ def get_tokenizer(
         tokenizer = broadcast_object_list([tokenizer])[0]
     else:
         tokenizer = load_tokenizer(str(name), config.vocab_size)
-    prompt_length = len(tokenizer(data.prompt)["input_ids"])
-    if not 1 <= prompt_length < config.max_position_embeddings:
-        raise ValueError(
-            f"`prompt` must have between 1 and {config.max_position_embeddings - 1} tokens; got {prompt_length}"
-        )
     return tokenizer
 
 
@@ -451,7 +413,7 @@ def make_blocks(
     data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
-        tokens = tokenize(texts, tokenizer, data.preprocessing_num_workers)
+        tokens = tokenize(texts, tokenizer)
         try:
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
@@ -478,13 +440,7 @@ def make_blocks(
 
 def load_texts(data: DataArguments) -> DatasetDict | IterableDatasetDict:
     """Loads the documents of the splits `train` and `validation`."""
-    return load_documents(
-        data.dataset_name,
-        data.dataset_config_name,
-        data.text_column,
-        data.validation_split_percentage,
-        data.streaming,
-    )
+    return load_documents(data.dataset_name, data.dataset_config_name, data.text_column, streaming=data.streaming)
 
 
 def make_tokenizer(
@@ -493,7 +449,7 @@ def make_tokenizer(
     """Trains the tokenizer that `data` asks for."""
     print(f"Training a tokenizer of {config.vocab_size:,} tokens on {data.dataset_name}", flush=True)
     texts = (document["text"] for document in documents["train"])
-    return train_tokenizer(first_characters(texts, data.max_tokenizer_characters), config.vocab_size, data.tokenizer)
+    return train_tokenizer(first_characters(texts, TOKENIZER_CHARACTERS), config.vocab_size, data.tokenizer)
 
 
 def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -501,33 +457,28 @@ def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrained
     Builds a model with new weights, or loads the checkpoint to fine-tune, in float32. Raises `ValueError` if the
     checkpoint lacks weights of the model, except `NEUTRAL_WEIGHTS`.
     """
-    engine = arguments.model.attn_implementation
-    if engine is None:
+    engine, in_float32, _ = (arguments.model.attn_implementation or "").partition(IN_FLOAT32)
+    if not engine:
         soft_caps = "flex_attention" if torch.cuda.is_available() else "eager"
         engine = "sdpa" if config.attn_logit_softcapping is None else soft_caps
     if arguments.model.model_name_or_path:
-        return load_complete(
-            arguments.model.model_name_or_path,
-            NEUTRAL_WEIGHTS,
-            config=config,
-            attn_implementation=engine,
-            dtype=torch.float32,
-        )
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, token, getattr(tokenizer, token))
-    return AutoModelForCausalLM.from_config(config, attn_implementation=engine)
+        options = {"config": config, "attn_implementation": engine, "dtype": torch.float32}
+        model = load_complete(arguments.model.model_name_or_path, NEUTRAL_WEIGHTS, **options)
+    else:
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, token, getattr(tokenizer, token))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=engine)
+    if in_float32:
+        attend_in_float32(model)
+    return model
 
 
 def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     callbacks = [StopOnBadLossCallback(), SaveOnSignalCallback(), StepTimerCallback(), MetricsFileCallback()]
-    every_n_steps = run_args.max_logit_every_n_steps
-    if run_args.on_explosion == "clip":
-        clip_at = run_args.max_logit_threshold
-        callbacks.append(LogitTelemetryCallback(1, clip_at, "clip", log_every_n_steps=every_n_steps))
-    elif every_n_steps:
-        callbacks.append(LogitTelemetryCallback(every_n_steps, run_args.max_logit_threshold, run_args.on_explosion))
-    if run_args.stop_at_step:
-        callbacks.append(StopAtStepCallback(run_args.stop_at_step))
+    if every_n_steps := run_args.max_logit_every_n_steps:
+        measured = 1 if run_args.on_explosion == "clip" else every_n_steps
+        options = {"on_explosion": run_args.on_explosion, "log_every_n_steps": every_n_steps}
+        callbacks.append(LogitTelemetryCallback(measured, **options))
     if run_args.averaging is not None:
         callbacks.append(AveragedWeightsCallback(**run_args.averaging))  # after QK-clip, which changes the weights
     return callbacks
@@ -553,10 +504,11 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
 
     if args.resume_from_checkpoint:
         args.eval_on_start = False  # done at the first start; the checkpoint's log has it
+    teacher_perplexity = None
     if trainer.teacher is not None:
-        trainer.teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
+        teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
         if is_main:
-            print(f"Perplexity of the teacher on the validation text: {trainer.teacher_perplexity:.2f}", flush=True)
+            print(f"Perplexity of the teacher on the validation text: {teacher_perplexity:.2f}", flush=True)
     reset_peak_memory()  # loading and tokenizing may have taken more than the training will
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
@@ -572,23 +524,24 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     is_of_these_weights = last_log.get("step") == trainer.state.global_step and not args.load_best_model_at_end
     if not is_of_these_weights or trainer.compute_metrics.loss_by_position is None:
         last_log = trainer.evaluate()
-    results = _report(trainer, arguments, last_log, seconds) if is_main else None
+    results = None
+    if is_main:
+        results = _make_result(trainer, last_log, seconds, teacher_perplexity)
+        _report(trainer, arguments, results)
     if args.push_to_hub:
         trainer.push_to_hub()
     return results
 
 
-def _report(trainer: Trainer, arguments: Arguments, evaluation: dict, seconds: float) -> RunResult:
-    """Writes and prints the main process's report on the finished run, and returns the results."""
-    args, folder = trainer.args, Path(trainer.args.output_dir)
-    results = _make_result(trainer, evaluation, seconds)
+def _report(trainer: Trainer, arguments: Arguments, results: RunResult):
+    """Writes and prints the main process's report on the finished run."""
+    args, folder, prompt = trainer.args, Path(trainer.args.output_dir), results.prompt
     results.write(folder)  # before anything that could fail, such as plots
     unset_hf_deepspeed_config()  # ZeRO-3 would shard this model too, over processes that are no longer here
     # Load the model again: this works however the weights were sharded, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
     max_logits = measure_max_logits(model, **inputs)
-    prompt = arguments.data.prompt
     diverged = results.outcome == "diverged"
     sample = "(nothing: the run diverged)" if diverged else generate_sample(model, trainer.processing_class, prompt)
     history = trainer.state.log_history
@@ -608,18 +561,17 @@ Next:
   from transformers import AutoModelForCausalLM, AutoTokenizer
   model = AutoModelForCausalLM.from_pretrained("{folder}")
   tokenizer = AutoTokenizer.from_pretrained("{folder}")""")
-    return results
 
 
-def _make_result(trainer: Trainer, evaluation: dict, seconds: float) -> RunResult:
+def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_perplexity: float | None) -> RunResult:
     state, timer = trainer.state, _callback(trainer, StepTimerCallback)
-    telemetry, end = (_callback(trainer, kind) for kind in (LogitTelemetryCallback, StopAtStepCallback))
+    telemetry = _callback(trainer, LogitTelemetryCallback)
     outcome, stopped_by = "finished", None
     if _callback(trainer, StopOnBadLossCallback).bad_step is not None:
         outcome = "diverged"
     elif telemetry is not None and telemetry.stop_step is not None:
         outcome, stopped_by = "stopped", "on_explosion"
-    elif state.global_step < min(state.max_steps, end.step if end else math.inf):
+    elif state.global_step < state.max_steps:
         outcome, stopped_by = "stopped", "a callback"
     perplexity = evaluation["eval_perplexity"]
     return RunResult(
@@ -637,12 +589,13 @@ def _make_result(trainer: Trainer, evaluation: dict, seconds: float) -> RunResul
         perplexity_before_training=next(
             (value for step, value in points_of(state.log_history, "eval_perplexity") if step == 0), None
         ),
-        teacher_perplexity=trainer.teacher_perplexity,
+        teacher_perplexity=teacher_perplexity,
         max_logit=largest([value for _, value in points_of(state.log_history, "max_logit")]),
         parameters=trainer.model.config.num_parameters(),
         peak_memory_bytes=peak_memory(),
         train_seconds=seconds,
         loss_by_position=trainer.compute_metrics.loss_by_position.tolist(),
+        prompt=_first_words(trainer),
     )
 
 
@@ -654,6 +607,13 @@ def largest(values: list[float]) -> float | None:
 def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Returns the first block of the evaluation data as a batch."""
     return collate_blocks(list(trainer.eval_dataset.take(1)))
+
+
+def _first_words(trainer: Trainer, number: int = 3) -> str:
+    """Returns the first words of the evaluation data; the end-of-text token if there is no word."""
+    tokenizer = trainer.processing_class
+    beginning = tokenizer.decode(_evaluation_batch(trainer)["input_ids"][0, :16], skip_special_tokens=True)
+    return " ".join(beginning.split()[:number]) or tokenizer.eos_token
 
 
 def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:

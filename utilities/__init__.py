@@ -1,6 +1,6 @@
 """Utilities shared by several packages: wording of messages and tables, the summary of a model, and loading."""
 
-from .loading import check_gguf, load_complete, read_gguf, refuse_tensors
+from .loading import check_gguf, load_complete, load_tokenizer, looks_like_a_path, read_gguf, refuse_tensors
 from .model_summary import VLLM_ROPE_TYPES, compare_costs, describe, has_sinks, runs_on_vllm
 from .wording import format_duration, suggest, table, with_unit
 
@@ -13,6 +13,8 @@ __all__ = [
     "format_duration",
     "has_sinks",
     "load_complete",
+    "load_tokenizer",
+    "looks_like_a_path",
     "read_gguf",
     "refuse_tensors",
     "runs_on_vllm",

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
 
 
@@ -55,6 +55,40 @@ def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_mor
         f"the weights in {str(name)!r}",
     )
     return model
+
+
+def looks_like_a_path(name: str) -> bool:
+    """
+    Returns whether `name` can only mean a file or a folder, because a name on the Hub is `NAME` or `USER/NAME`. If it
+    does not exist, there is no need to ask the Hub, which takes half a minute without a network.
+    """
+    path = Path(name)
+    return (
+        name.startswith((".", "~"))
+        or path.is_absolute()
+        or len(path.parts) > 2
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
+
+
+def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
+    """
+    Loads a tokenizer. Raises `ValueError` if a folder has none, or it cannot be loaded.
+
+    Args:
+        name: Its folder, or its name on the Hub.
+        **options: Other arguments of `from_pretrained`.
+    """
+    # Checked by name, because without this file Transformers would make up another tokenizer.
+    if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"{str(name)!r} has no tokenizer (no tokenizer_config.json): save the model's tokenizer into it, with "
+            "`tokenizer.save_pretrained`"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
 
 
 def refuse_tensors(

@@ -22,8 +22,7 @@ from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.measurements import losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file
-from lsgpt.studies.study import NUM_POINTS, Study, spike_score, thin
-from lsgpt.training.compare import join_arm
+from lsgpt.studies.study import NUM_POINTS, Study, join_arm, spike_score, thin
 from lsgpt.training.train import largest
 
 
@@ -35,8 +34,6 @@ SMALL = {
     "dataset_name": "text.txt",
     "streaming": "false",
     "tokenizer": "bpe",
-    "preprocessing_num_workers": "1",
-    "validation_split_percentage": "50",
     "max_eval_blocks": "2",
     "max_steps": "4",
     "warmup_steps": "1",
@@ -49,7 +46,6 @@ SMALL = {
     "torch_compile": "false",
     "dataloader_num_workers": "0",
     "use_cpu": "true",
-    "prompt": "line",
 }
 SHAPE = (
     "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, num_attention_heads: 6, head_dim: 4, sliding_window: 4}"
@@ -178,7 +174,7 @@ def test_long_runs_measure_their_checkpoints(tmp_path, monkeypatch):
     study = load_study("positions-long")
     for field, value in {"steps": (2, 4), "contexts": (16, 64), "num_blocks": 4, "num_targets": 64}.items():
         monkeypatch.setattr(study, field, value)
-    fields = small_fields(block_size="64", stop_at_step="4", save_steps="2", max_eval_blocks="4")
+    fields = small_fields(block_size="64", save_steps="2", max_eval_blocks="4")
     runs = {
         arm: [study.run(arm, seed, "micro", tmp_path, fields) for seed in (42, 43)] for arm in ("mhsa-rope", "ls-rope")
     }

@@ -111,7 +111,6 @@ def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
     options = {
         "dataset_name": "text.txt",
         "streaming": "false",
-        "validation_split_percentage": "50",
         "max_eval_blocks": "2",
         "block_size": "32",
         "config_overrides": shape,
@@ -121,7 +120,6 @@ def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
         "save_steps": "2",
         "save_total_limit": "3",
         "use_cpu": "true",
-        "prompt": "line",
     }
     fields = [part for name, value in options.items() for part in (f"--{name}", value)]
     study.prepare("micro", tmp_path, fields)

@@ -37,8 +37,8 @@ def gpt2(seed=0, **values) -> GPT2LMHeadModel:
 def test_the_documented_defaults_are_those_of_the_code():
     text = (Path(__file__).parents[2] / "docs" / "averaging-and-losses.md").read_text(encoding="utf-8")
     rows = {cells[1].strip("` "): cells[3] for line in text.splitlines() if len(cells := line.split("|")) == 5}
-    for kind, average in AVERAGES.items():
-        expected = {f"`{name}` {value:g}" for name, value in average.defaults.items()}
+    for kind, defaults in AVERAGES.items():
+        expected = {f"`{name}` {value:g}" for name, value in defaults.items()}
         assert set(rows[kind].strip().split(", ")) == expected
 
 
@@ -267,28 +267,22 @@ def test_evaluating_averages_leaves_the_training_alone(tmp_path):
     """Weights, losses and raw metrics are those of a run without averages, to the bit."""
     held_out = random_rows()[:8]
 
-    def run(evaluate=None):
+    def run(has_average):
         trainer = trainer_of(gpt2(), tmp_path, eval_dataset=held_out, learning_rate=1e-2, **EVALUATION)
-        if evaluate:
-            callback = AveragedWeightsCallback("ema", decay=0.7, evaluate=evaluate)
+        if has_average:
+            callback = AveragedWeightsCallback("ema", decay=0.7)
             callback.attach(trainer)
             callback.attach(trainer)  # once more is nothing more
-        if evaluate in ("averaged", "both"):
             trainer.args.metric_for_best_model, trainer.args.greater_is_better = "averaged_loss", False
         trainer.train()
         return trainer
 
-    plain, both, averaged, raw = run(), run("both"), run("averaged"), run("raw")
-    for other in (both, averaged):
-        assert logs_of(other, "eval_loss") == ([] if other is averaged else logs_of(plain, "eval_loss"))
-        assert logs_of(other, "loss") == logs_of(plain, "loss")
-        assert logs_of(other, "grad_norm") == logs_of(plain, "grad_norm")
-        assert_equal(copies(other.model), copies(plain.model))
-        assert len(logs_of(other, "eval_averaged_loss")) == 3
-        assert len(logs_of(other, "eval_runtime")) == 3
-        assert other.state.best_metric == min(logs_of(other, "eval_averaged_loss"))
-    assert logs_of(both, "eval_averaged_loss") == logs_of(averaged, "eval_averaged_loss")
-    assert logs_of(raw, "eval_averaged_loss") == logs_of(plain, "eval_averaged_loss") == []
+    plain, both = run(False), run(True)
+    for key in ("eval_loss", "loss", "grad_norm"):
+        assert logs_of(both, key) == logs_of(plain, key) != []
+    assert_equal(copies(both.model), copies(plain.model))
+    assert len(logs_of(both, "eval_averaged_loss")) == len(logs_of(both, "eval_runtime")) == 3
+    assert both.state.best_metric == min(logs_of(both, "eval_averaged_loss"))
 
     # The figure is that of the averaged model, and not of the raw one.
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
@@ -323,9 +317,8 @@ def test_two_averages_of_one_training(tmp_path):
         "eval_bema_loss",
         "train_loss",
     }
-    for other in (AveragedWeightsCallback(name="ema"), AveragedWeightsCallback(name="x", evaluate="averaged")):
-        with pytest.raises(ValueError, match="two AveragedWeightsCallbacks of one Trainer must have different names"):
-            other.attach(trainer)
+    with pytest.raises(ValueError, match="two AveragedWeightsCallbacks of one Trainer must have different names"):
+        AveragedWeightsCallback(name="ema").attach(trainer)
 
 
 def test_a_compiled_model(tmp_path, fresh_compiler):
@@ -399,7 +392,6 @@ def test_an_lsgpt_with_the_code_and_whenever_asked(tiny_model, tmp_path):
         ({"kind": "bema", "eta": math.inf}, "`eta` must be at least 0 and finite; got inf"),
         ({"every_n_steps": 0}, "`every_n_steps` must be a whole number of at least 1; got 0"),
         ({"every_n_steps": 2.5}, "`every_n_steps` must be a whole number of at least 1; got 2.5"),
-        ({"evaluate": "all"}, "`evaluate` must be one of raw, averaged, both; got 'all'"),
         ({"name": "a/b"}, "`name` must consist of letters, digits, _ and -, .*; got 'a/b'"),
     ],
 )

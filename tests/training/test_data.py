@@ -130,7 +130,7 @@ def test_tokenizer_from_a_folder(tokenizer, tmp_path, offline):
     assert loaded("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
     with pytest.raises(ValueError, match=r"`vocab_size` must be at least the 500 tokens of the tokenizer .*; got 499"):
         load_tokenizer(str(tmp_path / "folder"), vocab_size=499)
-    with pytest.raises(ValueError, match=r"(?s)cannot load `tokenizer` 'unigrm'.*did you mean 'unigram'"):
+    with pytest.raises(ValueError, match=r"(?s)the tokenizer 'unigrm' cannot be loaded.*did you mean 'unigram'"):
         load_tokenizer("unigrm", vocab_size=500)
     tokenizer_config = tmp_path / "folder" / "tokenizer_config.json"
     values = json.loads(tokenizer_config.read_text())

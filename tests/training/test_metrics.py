@@ -16,10 +16,8 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Traine
 
 from lsgpt.training.data import train_tokenizer
 from lsgpt.training.metrics import (
-    BitsPerByte,
     LanguageModelingMetrics,
-    LossByPosition,
-    Perplexity,
+    TokenMetrics,
     count_bytes,
     token_losses,
 )
@@ -135,19 +133,16 @@ def ragged():
 
 
 BYTES = [0, *range(1, 20)]
-MODULES = {
-    Perplexity: ["loss", "perplexity"],
-    lambda **kwargs: BitsPerByte(BYTES, **kwargs): ["bits_per_byte"],
-    LossByPosition: ["loss_by_position"],
-}
+NAMES = ["loss", "perplexity", "loss_by_position"]
 
 
-@pytest.mark.parametrize(("build", "names"), MODULES.items())
-def test_uneven_batches_weight_every_token_equally(build, names):
+@pytest.mark.parametrize("counted", [None, BYTES])
+def test_uneven_batches_weight_every_token_equally(counted):
     losses, labels = ragged()
     expected = brute_force(losses, labels, BYTES)
     assert math.isnan(expected["loss_by_position"][4])
-    module, batch_means = build(), []
+    module, batch_means = TokenMetrics(counted), []
+    names = [*NAMES, *(["bits_per_byte"] if counted else [])]
     check(module.compute(predictions=losses, references=labels), expected, names, rel=1e-9)
     for batch in (slice(0, 2), slice(2, 3), slice(3, 7)):
         module.add_batch(predictions=losses[batch], references=labels[batch])
@@ -161,33 +156,33 @@ def test_tensors_arrays_and_lists_are_the_same():
     losses, labels = 3 * torch.rand(4, 6), torch.randint(20, (4, 6))
     expected = brute_force(losses.tolist(), labels.tolist(), BYTES)
     for convert in (lambda x: x, lambda x: x.numpy(), lambda x: x.tolist()):
-        results = BitsPerByte(convert(torch.tensor(BYTES))).compute(
+        results = TokenMetrics(convert(torch.tensor(BYTES))).compute(
             predictions=convert(losses), references=convert(labels)
         )
-        check(results, expected, ["bits_per_byte"], rel=1e-9)
+        check(results, expected, [*NAMES, "bits_per_byte"], rel=1e-9)
 
 
 def test_losses_that_are_not_finite_show():
-    assert Perplexity().compute(predictions=[[0.0, 900.0]], references=[[1, 1]])["perplexity"] == math.inf
-    results = Perplexity().compute(predictions=[[0.0, 1.0, math.nan]], references=[[1, 1, 1]])
+    assert TokenMetrics().compute(predictions=[[0.0, 900.0]], references=[[1, 1]])["perplexity"] == math.inf
+    results = TokenMetrics().compute(predictions=[[0.0, 1.0, math.nan]], references=[[1, 1, 1]])
     assert math.isnan(results["loss"]) and math.isnan(results["perplexity"])
 
 
 @pytest.mark.parametrize(
-    ("module", "predictions", "references", "message"),
+    ("counted", "predictions", "references", "message"),
     [
-        (Perplexity, [[0, 1], [0, 1]], [[1, 1], [1]], "must be as long .* got 2 losses and 1 labels in row 1"),
-        (Perplexity, [[0, 1]], [[1, 1], [1, 1]], r"predictions \(1\) and references \(2\)"),
-        (Perplexity, [[0, 1], [0]], [[1, -100], [1]], "a label other than -100 .* got none in 2 rows"),
-        (Perplexity, None, None, "must be given rows"),
-        (lambda: BitsPerByte([1, 2]), [[0, 1]], [[0, 2]], "got 2 entries and labels from 2 to 2"),
-        (lambda: BitsPerByte([1, 2]), [[0, 1, 1]], [[0, -1, 1]], "got 2 entries and labels from -1 to 1"),
-        (lambda: BitsPerByte([1, 0]), [[0, 1]], [[0, 1]], "must have bytes; got 0 bytes in 1 tokens"),
+        (None, [[0, 1], [0, 1]], [[1, 1], [1]], "must be as long .* got 2 losses and 1 labels in row 1"),
+        (None, [[0, 1]], [[1, 1], [1, 1]], r"predictions \(1\) and references \(2\)"),
+        (None, [[0, 1], [0]], [[1, -100], [1]], "a label other than -100 .* got none in 2 rows"),
+        (None, None, None, "must be given rows"),
+        ([1, 2], [[0, 1]], [[0, 2]], "got 2 entries and labels from 2 to 2"),
+        ([1, 2], [[0, 1, 1]], [[0, -1, 1]], "got 2 entries and labels from -1 to 1"),
+        ([1, 0], [[0, 1]], [[0, 1]], "must have bytes; got 0 bytes in 1 tokens"),
     ],
 )
-def test_bad_rows_are_named_and_leave_no_file(cache, module, predictions, references, message):
+def test_bad_rows_are_named_and_leave_no_file(cache, counted, predictions, references, message):
     with pytest.raises(ValueError, match=message):
-        module().compute(predictions=predictions, references=references)
+        TokenMetrics(counted).compute(predictions=predictions, references=references)
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
@@ -203,8 +198,7 @@ def test_no_network(monkeypatch):
     with pytest.raises(OSError):
         socket.create_connection(("localhost", 80))
     calls.clear()
-    for build in MODULES:
-        build().compute(predictions=[[0.0, 1.0]], references=[[1, 1]])
+    TokenMetrics(BYTES).compute(predictions=[[0.0, 1.0]], references=[[1, 1]])
     assert not calls
 
 
@@ -319,7 +313,7 @@ import json, sys
 from pathlib import Path
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from lsgpt import LSGPTForCausalLM
-from lsgpt.training.metrics import LanguageModelingMetrics, LossByPosition, Perplexity, token_losses
+from lsgpt.training.metrics import LanguageModelingMetrics, TokenMetrics, token_losses
 
 folder = Path(sys.argv[1])
 given = json.loads((folder / "given.json").read_text())
@@ -338,10 +332,9 @@ results = {"trainer": {**trainer.evaluate(), "loss_by_position": metrics.loss_by
 
 rank = trainer.accelerator.process_index
 part = slice(0, 2) if rank == 0 else slice(2, None)
-for module in (Perplexity, LossByPosition):
-    results[module.__name__] = module(num_process=2, process_id=rank, cache_dir=folder / "shared").compute(
-        predictions=given["losses"][part], references=given["labels"][part]
-    )
+results["metrics"] = TokenMetrics(num_process=2, process_id=rank, cache_dir=folder / "shared").compute(
+    predictions=given["losses"][part], references=given["labels"][part]
+)
 (folder / f"results-{rank}.json").write_text(json.dumps(results))
 """
 
@@ -365,7 +358,6 @@ def test_two_processes(tiny_model, tokenizer, tmp_path):
         np.testing.assert_allclose(results["trainer"]["loss_by_position"], expected["loss_by_position"], rtol=1e-4)
 
     expected = brute_force(losses, labels, BYTES)
-    check(both[0]["Perplexity"], expected, ["loss", "perplexity"], rel=1e-9)
-    check(both[0]["LossByPosition"], expected, ["loss_by_position"], rel=1e-9)
-    assert both[1]["Perplexity"] is both[1]["LossByPosition"] is None
+    check(both[0]["metrics"], expected, NAMES, rel=1e-9)
+    assert both[1]["metrics"] is None
     assert list((tmp_path / "shared").rglob("*.lock")) and not list((tmp_path / "shared").rglob("*.arrow"))

@@ -10,8 +10,8 @@ import yaml
 from matplotlib.image import imread
 
 from lsgpt.training import RunResult, plot_max_logits, write_report
-from lsgpt.training.plots import average_in_bins, plot_curves
-from lsgpt.training.report import peak_memory, points_of, reset_peak_memory
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
+from lsgpt.utilities.plots import average_in_bins, plot_curves
 
 
 RESULT = RunResult(
@@ -60,26 +60,17 @@ def test_results_are_json_and_come_back_whatever_the_numbers(tmp_path):
     result = replace(RESULT, **changed)
     result.write(tmp_path)
     values = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert (values["status"], values["eval_loss"], values["max_logit"]) == (
-        "stopped at step 20 by on_explosion",
-        None,
-        None,
-    )
-    assert values["loss_by_position"] == [5.0, 4.0, None, 2.0]
+    lost = [values[name] for name in ("status", "eval_loss", "max_logit")]
+    assert lost == ["stopped at step 20 by on_explosion", "Infinity", "NaN"]
+    assert values["loss_by_position"] == [5.0, 4.0, "NaN", 2.0]
     assert repr(RunResult.read(tmp_path)) == repr(result)  # NaN is not equal to itself
     # As runs have written it before there were outcomes.
-    for name in ("outcome", "stopped_by", "not_finite"):
-        del values[name]
-    (tmp_path / "results.json").write_text(json.dumps({**values, "status": "diverged at step 20"}))
+    del values["outcome"], values["stopped_by"]
+    values |= {"status": "diverged at step 20", "eval_loss": None, "max_logit": None, "loss_by_position": [1.0, None]}
+    (tmp_path / "results.json").write_text(json.dumps(values))
     old = RunResult.read(tmp_path)
     assert (old.outcome, old.status, old.max_logit) == ("diverged", "diverged at step 20", None)
-    assert math.isnan(old.eval_loss) and math.isnan(old.loss_by_position[2])
-
-
-def test_points_of_a_history():
-    history = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}]
-    assert points_of(history, "loss") == [(1, 2.0)]
-    assert points_of(history, "loss", null=math.inf) == [(1, 2.0), (3, math.inf)]
+    assert math.isnan(old.eval_loss) and math.isnan(old.loss_by_position[1])
 
 
 def test_bins_hold_every_position_once():

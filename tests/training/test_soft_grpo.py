@@ -24,7 +24,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from lsgpt.training import soft_grpo
-from lsgpt.training.soft_grpo import STEP_FIELDS, SoftGRPOConfig, SoftGRPOTrainer, check_hooks, find_end_of_thinking
+from lsgpt.training.soft_grpo import STEP_FIELDS, SoftGRPOConfig, SoftGRPOTrainer, find_end_of_thinking
 
 
 PROMPTS = Dataset.from_dict({"prompt": ["1 + 2 =", "3 =", "4 + 5 + 6 =", "7 ="]})
@@ -331,17 +331,6 @@ def test_other_arguments_are_refused(tmp_path, tokenizer):
             processing_class=tokenizer,
             rollout_func=print,
         )
-
-
-def test_another_trl_is_refused():
-    class Other(GRPOTrainer):
-        def _compute_loss(self, model, inputs_of_another_kind):
-            pass
-
-    check_hooks(GRPOTrainer)
-    for trainer_class, method in ((Other, "Other._compute_loss"), (object, "object._generate_single_turn")):
-        with pytest.raises(ImportError, match=rf"`{method}`.* trl 1\..*in a clone of lsgpt, pip install '\.\[rl\]'"):
-            check_hooks(trainer_class)
 
 
 def test_trl_is_named_when_it_is_missing(monkeypatch):

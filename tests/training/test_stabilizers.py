@@ -6,6 +6,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
+from lsgpt.studies.compare import resolve_arm
+from lsgpt.studies.study import join_arm
 from lsgpt.training import (
     LogitTelemetryCallback,
     LSGPTTrainer,
@@ -15,7 +17,6 @@ from lsgpt.training import (
     parse_arguments,
     qk_clip,
 )
-from lsgpt.training.compare import join_arm, resolve_arm
 
 
 INPUTS = torch.arange(80).view(2, 40) * 7 % 97
@@ -174,7 +175,8 @@ def test_arms_switch_on_one_method_and_off_again(text, tmp_path, name):
     assert (telemetry[0].threshold, telemetry[0].log_every_n_steps) == (100.0, 50)
     trainer.args.max_steps = 2
     assert trainer.train().global_step == 2
-    off = {"z_loss": 0, "on_explosion": "warn", "optim": "adamw_torch", "max_grad_norm": 1.0, "fp32_attention": False}
+    off = {"z_loss": 0, "on_explosion": "warn", "optim": "adamw_torch", "max_grad_norm": 1.0}
+    off["attn_implementation"] = None
     off["config_overrides"] = {"qk_norm": False, "attn_logit_softcapping": None}
     again = join_arm(arguments.recipe, "off", off)
     without = join_arm(base, "off", off)

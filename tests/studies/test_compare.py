@@ -11,12 +11,14 @@ from contextlib import closing
 import fresh
 import pytest
 import yaml
-from matplotlib.image import imread
 
 from lsgpt.configuration import load_arms
+from lsgpt.studies import RecipeArms, compare, read_lines, write_report
+from lsgpt.studies.compare import resolve_arm
+from lsgpt.studies.processes import Command, run_commands
+from lsgpt.studies.study import collect, find_checkpoint_or_delete_run
 from lsgpt.training import RunResult, parse_arguments
-from lsgpt.training.compare import compare, find_checkpoint_or_delete_run, resolve_arm, write_comparison
-from lsgpt.training.processes import Command, run_commands
+from lsgpt.training.results import finite
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,6 @@ RECIPE = {
     "save_steps": 2,
     "max_logit_every_n_steps": 2,
     "use_cpu": True,
-    "prompt": "line",
 }
 
 
@@ -87,10 +88,9 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     arms = {"arms": ["ls", "wild"], "num_seeds": 1, "arms_file": "arms.yaml"}
     report = compare("tiny.yaml", **arms)
     assert report == folder.relative_to(tmp_path) / "report.md"
-    results = json.loads((folder / "results.json").read_text())
-    assert results["environment"]["commit"]
-    assert results["arms"]["ls"][0]["step"] == 30
-    assert results["arms"]["wild"][0]["status"].startswith("diverged at step")
+    ls, wild = read_lines(folder)
+    assert ls["environment"]["commit"] and (ls["arm"], ls["values"]["step"]) == ("ls", 30)
+    assert wild["values"]["status"].startswith("diverged at step")
     text = report.read_text()
     assert re.search(r"^\| wild \| - \| - \| not finite \|.*\| 1 of 1 \|$", text, re.MULTILINE)
     for plot in ("loss.png", "perplexity.png", "max_logits.png", "loss_by_position.png"):
@@ -146,7 +146,8 @@ def test_a_run_that_fails_is_shown(tmp_path, monkeypatch):
 
 def test_table_over_uneven_runs(tmp_path):
     """Diverged runs do not count towards the mean, and a run without measured logits has none."""
-    base = {"run_name": "x", "max_logit_threshold": 100.0}
+    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump({"recipe": {"run_name": "x"}, "arms": {"a": {}}}))
+    study, lines = RecipeArms(tmp_path), []
     values = [
         ("finished", 10.0, None),
         ("finished", 14.0, 30.0),
@@ -166,13 +167,14 @@ def test_table_over_uneven_runs(tmp_path):
             peak_memory_bytes=2_000_000_000,
             loss_by_position=[2.0, math.nan, 1.0],
         ).write(run)
-        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n')
-    report = write_comparison(tmp_path, base, {"a": base}, range(4)).read_text()
-    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 180.0 ± 277.3 | 200 | 2 GB | 2 of 4 |" in report
-    assert "](perplexity.png)" not in report
-    # The losses are 2 and not a number: a point, and at the upper edge a cross.
-    rows = (abs(imread(tmp_path / "loss.png")[..., :3] * 255 - [31, 119, 180]).max(-1) < 1).nonzero()[0]
-    assert rows.max() - rows.min() > 100
+        log = {"step": 1, "loss": 2.0} | ({"max_logit": max_logit} if max_logit else {})
+        (run / "metrics.jsonl").write_text(f'{json.dumps(log)}\n{{"step": 2, "loss": "NaN"}}\n')
+        found = collect(run) | study.measure(run)
+        lines.append({"arm": "a", "seed": seed, "scale": "recipe", "seconds": 1.0, "environment": {}, "values": found})
+    (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(finite(line))}\n" for line in lines))
+    report = write_report(study, tmp_path).read_text()
+    assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 180.0 ± 277.3 | 200 ± 100 | 2 GB | 2 of 4 |" in report
+    assert "](perplexity.png)" not in report and "## Claims" not in report
 
 
 def test_a_run_that_fails_ends_the_others(tmp_path):

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
@@ -109,6 +111,22 @@ def average_in_bins(loss_by_position: Sequence[float]) -> list[tuple[float, floa
     return [(float(x), float(np.nanmean(part))) for x, part in bins if not np.isnan(part).all()]
 
 
+def heat_map(axes: Axes, values: np.ndarray, num_global: Sequence[int] = (), **options: Any) -> AxesImage:
+    """
+    Draws a map of layers by heads. Heads whose value is not finite are grey. `num_global`, the number of global heads
+    of each layer, draws a red line between the two kinds of heads. `options` are those of `imshow`.
+    """
+    colors = colormaps["viridis"].with_extremes(bad="lightgrey")
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=colors, **options)
+    for layer, count in enumerate(num_global):
+        axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(24, integer=True))
+    return image
+
+
 def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig | None = None):
     """
     Draws the largest logit of every head as a heat map of layers by heads, on a logarithmic scale. Heads whose logits
@@ -131,22 +149,15 @@ def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig 
     shown = values[np.isfinite(values) & (values > 0)]
     low, high = (shown.min(), shown.max()) if shown.size else (0.1, 1.0)
     high = max(high, low * 1.001)
-    cells = np.ma.masked_invalid(np.maximum(values, low))
-    colors = colormaps["viridis"].with_extremes(bad="lightgrey")
-    image = axes.imshow(cells, aspect="auto", cmap=colors, norm="log", vmin=low, vmax=high)
+    num_global = config.num_global_heads_per_layer if config is not None else ()
+    image = heat_map(axes, np.maximum(values, low), num_global, norm="log", vmin=low, vmax=high)
     if layers * heads <= 200:
         for (layer, head), value in np.ndenumerate(values):
             shade = math.log(max(value, low) / low) / math.log(high / low) if math.isfinite(value) else 1.0
             color = "black" if shade > 0.6 else "white"
             axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=color, fontsize=9)
     if config is not None:
-        for layer, count in enumerate(config.num_global_heads_per_layer):
-            axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
         axes.set_title("left of the red line: global heads; right of it: local heads", fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(24, integer=True))
-    axes.set_xlabel("head")
-    axes.set_ylabel("layer")
     bar = figure.colorbar(image, label="largest |logit|")
     _set_log_ticks(bar.ax.yaxis, [low, high])
     figure.savefig(path, dpi=150)

@@ -1,0 +1,86 @@
+"""Output folders of runs, and the checkpoints in them."""
+
+import contextlib
+import json
+import shlex
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+
+def make_folder(args: TrainingArguments):
+    """Creates the output folder. Raises `ValueError` if it is not empty, unless the run resumes, or read-only."""
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`output_dir` must be a folder; got {str(folder)!r}, which is a file")
+    if folder.exists() and any(folder.iterdir()) and not args.resume_from_checkpoint:
+        remedy = "It has no checkpoint to resume from: choose another folder, or delete this one"
+        if _complete_checkpoints(folder):
+            remedy = f"To resume the run in it: --resume_from_checkpoint {shlex.quote(str(folder))}"
+        raise ValueError(
+            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which is not empty. {remedy}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        test_file = folder / ".can_write"
+        test_file.touch()
+        test_file.unlink()
+    except OSError as error:
+        raise ValueError(f"`output_dir` must be a writable folder; got {str(folder)!r}: {error}") from error
+
+
+def free_folder(folder: Path) -> Path:
+    """Returns the first of `folder`, `folder-2`, `folder-3`, ... that does not exist or is empty."""
+    candidate, number = folder, 1
+    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """
+    Returns `folder` if it is a checkpoint of a `Trainer`, or else the last complete checkpoint in it.
+
+    Raises:
+        ValueError: If there is no such folder, or it contains no complete checkpoint.
+    """
+    folder = Path(folder)
+    complete = _complete_checkpoints(folder)
+    if not complete:
+        recipe = folder / "recipe.yaml"
+        remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {shlex.quote(str(recipe))}"
+        raise ValueError(
+            f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}"
+            + (remedy if recipe.is_file() else "")
+        )
+    return max(complete, key=complete.__getitem__)
+
+
+def _complete_checkpoints(folder: Path) -> dict[Path, int]:
+    """Maps the complete checkpoints to their steps. A run may be killed while it saves: the last file tells."""
+    steps = {}
+    for path in (folder, *folder.glob("checkpoint-*")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            steps[path] = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    return steps
+
+
+def check_checkpoint(checkpoint: str | Path):
+    """
+    Raises `ValueError` for a checkpoint from which a run cannot resume as if it had not been interrupted.
+
+    A `Trainer` that finds no state of the optimizer or the schedule silently starts them anew.
+    """
+    checkpoint = Path(checkpoint)
+    if (checkpoint / "latest").is_file():
+        return  # a checkpoint of DeepSpeed, which looks for its files itself
+    # The optimizer has a file or, with FSDP, a folder; every process has a file with its random states.
+    missing = [name for name in ("optimizer*", "scheduler.pt", "rng_state*.pth") if not any(checkpoint.glob(name))]
+    if missing:
+        names = ", ".join(name.replace("*.", ".").replace("*", ".pt") for name in missing)
+        raise ValueError(
+            f"`resume_from_checkpoint` must contain all that a run needs to resume; got {str(checkpoint)!r} without "
+            f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
+            f"start a new run from the weights alone: --model_name_or_path {shlex.quote(str(checkpoint))}"
+        )
