@@ -1,0 +1,181 @@
+"""
+Compares sequences that are split over processes with the same sequences in one process, in random configurations.
+
+    python tests/modeling_lsgpt/split_sequences.py --configurations 200
+
+Four gloo processes are started once. In each configuration, the first 2, 3 or 4 of them share the rows, and the first
+one also computes them alone. In float32, the loss must agree to 1e-6 of itself, every gradient to 1e-6 of the largest,
+and the largest logits exactly up to the rounding of a projection (1e-6 of themselves).
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
+from lsgpt.telemetry import MaxLogits
+
+
+PROCESSES = 4
+TOLERANCE = 1e-6
+
+
+def draw(seed: int) -> dict:
+    """A random configuration: the model's, the rows' and how they are computed."""
+    r = random.Random(seed)
+    size, groups = r.choice([2, 2, 3, 4]), r.choice([1, 1, 2])
+    num_kv_heads = r.choice([2, 3, 4])
+    num_layers = r.choice([1, 2, 3])
+    counts = [groups * r.randint(0, num_kv_heads) for _ in range(num_layers)]
+    kind = r.choice(["global", "local", "mixed", "mixed", "mixed", "layers"])
+    counts = {"global": groups * num_kv_heads, "local": 0, "mixed": groups, "layers": counts}[kind]
+    part = r.randint(3, 70)
+    rows = r.choice(["plain", "plain", "packed", "packed", "left", "right", "packed and padded"])
+    engine = r.choice(["sdpa", "sdpa", "eager"])
+    return {
+        "seed": seed,
+        "size": size,
+        "length": part * size,
+        "batch": r.choice([1, 2]),
+        "rows": rows,
+        "engine": engine,
+        "checkpointing": r.choice([None, None, False, True]),
+        "skip_logits": r.choice([True, False]),
+        "z_loss": r.choice([0.0, 1e-2]),
+        "counted": r.choice([True, False]),
+        "model": {
+            "vocab_size": 61,
+            "hidden_size": 24,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": groups * num_kv_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": 8,
+            "num_global_heads": counts,
+            "sliding_window": r.choice([2, 5, 8, 16, 2 * part, part + 1, part * size + 3]),
+            "attention_sinks": kind != "global" and r.choice([True, False]),
+            "max_position_embeddings": part * size,
+            "position_embedding_type": r.choice(["learned", "rope", "sinusoidal", "none"]),
+            "attn_logit_softcapping": 5.0 if engine == "eager" and r.random() < 0.3 else None,
+            "qk_norm": r.random() < 0.3,
+            "initializer_range": 0.3,
+        },
+    }
+
+
+def make_inputs(drawn: dict) -> dict:
+    """Rows of random tokens, some of them packed or padded, with labels that are ignored here and there."""
+    r = random.Random(drawn["seed"])
+    shape = drawn["batch"], drawn["length"]
+    ids = torch.randint(61, shape)
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(shape) < 0.2, -100)}
+    if drawn["rows"] in ("left", "right", "packed and padded"):
+        mask = torch.ones(shape, dtype=torch.long)
+        for row in mask:
+            count = r.randint(0, drawn["length"] - 2)
+            row[slice(0, count) if drawn["rows"] == "left" else slice(drawn["length"] - count, None)] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+    if drawn["rows"].startswith("packed"):
+        starts = torch.rand(shape) < 3 / drawn["length"]
+        starts[:, 0] = True
+        index = torch.arange(drawn["length"]).expand(shape)
+        inputs["position_ids"] = index - index.where(starts, 0).cummax(-1).values
+    if drawn["counted"]:
+        inputs["num_items_in_batch"] = torch.tensor(37)
+    if drawn["skip_logits"]:
+        inputs["skip_logits"] = True
+        if drawn["z_loss"]:
+            inputs["z_loss"] = drawn["z_loss"]
+    return inputs
+
+
+def make_model(drawn: dict) -> LSGPTForCausalLM:
+    """The model with its random weights, the same on every process."""
+    torch.manual_seed(drawn["seed"])
+    config = LSGPTConfig(**drawn["model"])
+    config._attn_implementation = drawn["engine"]
+    model = LSGPTForCausalLM(config).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    if drawn["checkpointing"] is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": drawn["checkpointing"]})
+    return model
+
+
+def run_step(model, inputs: dict) -> tuple[torch.Tensor, dict, torch.Tensor]:
+    """Loss, gradients and largest logits of a training step."""
+    max_logits = MaxLogits(model)
+    max_logits.start()
+    loss = model(**inputs).loss
+    maxima = max_logits.read()
+    loss.backward()
+    max_logits.stop()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, maxima
+
+
+def compare(drawn: dict, group) -> str | None:
+    """What differs from one process, or `None`."""
+    model, inputs = make_model(drawn), make_inputs(drawn)
+    split_sequences(model, group)
+    loss, gradients, maxima = run_step(model, inputs)
+    share = 1 if drawn["counted"] else drawn["size"]
+    dist.all_reduce(loss, group=group)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    for name in sorted(gradients):
+        dist.all_reduce(gradients[name], group=group)
+    if dist.get_rank(group):
+        return None
+    alone, expected, wanted = run_step(make_model(drawn), inputs)
+    differences = {"loss": abs(loss / share - alone).item() / abs(alone).item()}
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    if set(gradients) != set(expected):
+        return f"gradients of {set(gradients) ^ set(expected)}"
+    for name, gradient in expected.items():
+        differences[name] = (gradients[name] / share - gradient).abs().max().item() / largest
+    differences["largest logits"] = ((maxima - wanted).abs() / wanted.clamp(min=1e-9)).max().item()
+    worst = max(differences, key=differences.get)
+    if not differences[worst] <= TOLERANCE:
+        return f"{worst} by {differences[worst]:.1e}"
+    return None
+
+
+def work(rank: int, folder: str, seeds: list[int]):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}
+    failures = {}
+    for seed in seeds:
+        drawn = draw(seed)
+        if rank < drawn["size"] and (problem := compare(drawn, groups[drawn["size"]])):
+            failures[seed] = f"{problem}: {drawn}"
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "failures.json").write_text(json.dumps(failures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def run(seeds: list[int]) -> dict[str, str]:
+    """The failures of these configurations by their seeds. Processes are forked: imports take longer than the rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(work, (folder, seeds), nprocs=PROCESSES, start_method="fork")
+        return json.loads(Path(folder, "failures.json").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=int, default=200, help="how many configurations")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    options = parser.parse_args()
+    failed = run(list(range(options.first, options.first + options.configurations)))
+    print("\n".join(f"{seed}: {problem}" for seed, problem in failed.items()))
+    print(f"{options.configurations - len(failed)} of {options.configurations} configurations agree")
+    sys.exit(bool(failed))
