@@ -217,14 +217,14 @@ def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
             raise ValueError(f"`{name}` must be unset if sequences are split over processes; {remedy}")
     if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
         raise ValueError(
-            "`attention_mask` must have 2 dimensions (batch, tokens) if sequences are split over processes; for packed "
-            "documents, pass `position_ids` that begin at 0 in each of them"
+            "`attention_mask` must have 2 dimensions (batch, tokens) if sequences are split over processes; for "
+            "packed documents, pass `position_ids` that begin at 0 in each of them"
         )
     if "labels" not in inputs:
         raise ValueError(
-            "`labels` must be passed to the model if sequences are split over processes, because each process computes "
-            "the loss of its own tokens. A `compute_loss_func` cannot be used, and `label_smoothing_factor` only with "
-            "`LSGPTTrainer`, which leaves the smoothing to the model"
+            "`labels` must be passed to the model if sequences are split over processes, because each process "
+            "computes the loss of its own tokens. A `compute_loss_func` cannot be used, and "
+            "`label_smoothing_factor` only with `LSGPTTrainer`, which leaves the smoothing to the model"
         )
     if positions is None and any(name in inputs for name in FLASH_ARGUMENTS):
         raise ValueError(

@@ -10,6 +10,7 @@ from .callbacks import (
     StopOnBadLossCallback,
 )
 from .compare import compare
+from .context_parallel import ContextParallelismConfig
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
 from .metrics import BitsPerByte, LanguageModelingMetrics, LossByPosition, Perplexity, count_bytes, token_losses
@@ -27,6 +28,7 @@ __all__ = [
     "Arguments",
     "AveragedWeightsCallback",
     "BitsPerByte",
+    "ContextParallelismConfig",
     "DataArguments",
     "LSGPTTrainer",
     "LanguageModelingMetrics",

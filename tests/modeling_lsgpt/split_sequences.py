@@ -4,8 +4,9 @@ Compares sequences that are split over processes with the same sequences in one 
     python tests/modeling_lsgpt/split_sequences.py --configurations 200
 
 Four gloo processes are started once. In each configuration, the first 2, 3 or 4 of them share the rows, and the first
-one also computes them alone. In float32, the loss must agree to 1e-6 of itself, every gradient to 1e-6 of the largest,
-and the largest logits exactly up to the rounding of a projection (1e-6 of themselves).
+one also computes them alone. The loss must agree to 1e-6 of itself, every gradient to 1e-6 of the largest, and every
+largest logit to 1e-6 of itself. Models compute in float64, because in float32 the order of a sum alone makes some
+gradients differ by 1.5e-6 of the largest.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def make_model(drawn: dict) -> LSGPTForCausalLM:
     torch.manual_seed(drawn["seed"])
     config = LSGPTConfig(**drawn["model"])
     config._attn_implementation = drawn["engine"]
-    model = LSGPTForCausalLM(config).train()
+    model = LSGPTForCausalLM(config).double().train()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
@@ -143,9 +144,7 @@ def compare(drawn: dict, group) -> str | None:
         differences[name] = (gradients[name] / share - gradient).abs().max().item() / largest
     differences["largest logits"] = ((maxima - wanted).abs() / wanted.clamp(min=1e-9)).max().item()
     worst = max(differences, key=differences.get)
-    if not differences[worst] <= TOLERANCE:
-        return f"{worst} by {differences[worst]:.1e}"
-    return None
+    return None if differences[worst] <= TOLERANCE else f"{worst} by {differences[worst]:.1e}"
 
 
 def work(rank: int, folder: str, seeds: list[int]):
