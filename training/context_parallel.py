@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import GradientState
@@ -63,45 +65,53 @@ class ContextParallelismConfig(ParallelismConfig):
                 f"`cp_size` must be 1 with DeepSpeed, which gives every process rows of its own; got {self.cp_size}. "
                 "Use FSDP2"
             )
-        super()._validate_accelerator(accelerator)
+        if self.total_size != accelerator.num_processes:
+            raise ValueError(
+                "`cp_size` x `dp_shard_size` x `dp_replicate_size` must be the number of processes, "
+                f"{accelerator.num_processes}; got {self.cp_size} x {self.dp_shard_size} x {self.dp_replicate_size}"
+            )
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:  # which Accelerate refuses, but DDP can do it
+            super()._validate_accelerator(accelerator)
 
     def split(self, model: nn.Module) -> Callable[[], None]:
         """
         Splits the sequences of a model's training steps over the processes of a group, see `split_sequences`, and
-        returns a function that ends this. `LSGPTForCausalLM.train` calls it, once it finds this configuration in the
-        state of Accelerate. Raises `ValueError` for other models.
+        corrects what a `Trainer` gets wrong in evaluations, see `_in_evaluation`. `LSGPTForCausalLM.train` calls it,
+        once it finds this configuration in the state of Accelerate.
+
+        Returns a function that ends this. Raises `ValueError` for other models.
         """
         end = split_sequences(model, self.get_device_mesh()["cp"].get_group())
-        hook = model.register_forward_pre_hook(_EvaluationCheck(self.cp_size))
+        forward, training_loader = model.forward, None
 
-        def end_all():
-            hook.remove()
-            end()
+        @wraps(forward)
+        def forward_with_checks(*args, **kwargs):
+            nonlocal training_loader
+            loader = GradientState().active_dataloader
+            if model.training:
+                training_loader = loader
+            elif loader not in (None, training_loader):
+                kwargs = _in_evaluation(kwargs, loader, self.cp_size)
+            return forward(*args, **kwargs)
 
-        return end_all
+        model.forward = forward_with_checks
+        return end
 
 
-class _EvaluationCheck:
+def _in_evaluation(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
     """
-    Accelerate gives all processes of a group the same rows in an evaluation, too. Its figures are then averages over
-    repeated rows, which changes nothing unless the last batch is cut as if no row had been repeated.
+    A `Trainer` divides the number of labels by that of the processes that share a row, also in evaluations, which are
+    not split. And it gives all these processes the same rows, so that its figures are averages over repeated rows;
+    this changes nothing unless the last batch is cut to its length as if no row had been repeated, which is refused.
     """
-
-    def __init__(self, size: int):
-        self.size, self.training_loader = size, None
-
-    def __call__(self, model: nn.Module, inputs: tuple):
-        loader = GradientState().active_dataloader
-        if model.training:
-            self.training_loader = loader
-            return
-        is_evaluation = loader not in (None, self.training_loader)
-        if is_evaluation and not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
-            raise ValueError(
-                f"the evaluation must have a multiple of {loader.total_batch_size} rows if {self.size} processes share "
-                f"each sequence, or a `Trainer` computes wrong figures; got {len(loader.dataset)}. Use `LSGPTTrainer`, "
-                "or a `per_device_eval_batch_size` of 1"
-            )
+    if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
+        raise ValueError(
+            f"the evaluation must have a multiple of {loader.total_batch_size} rows if {size} processes share each "
+            f"sequence, or a `Trainer` computes wrong figures; got {len(loader.dataset)}. Use `LSGPTTrainer`, or a "
+            "`per_device_eval_batch_size` of 1"
+        )
+    count = inputs.get("num_items_in_batch")
+    return inputs if count is None else {**inputs, "num_items_in_batch": count * size}
 
 
 def check_parallelism(args: TrainingArguments):
