@@ -205,6 +205,9 @@ def _make_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--length", type=_positive_int, help="number of tokens for the costs; default: max_position_embeddings"
     )
+    info.add_argument(
+        "--processes", type=_positive_int, default=1, help="number of processes that share each sequence in training"
+    )
     info.set_defaults(run=_info)
     return parser
 
@@ -422,7 +425,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> int:
     from lsgpt.configuration import list_presets, load_config, load_preset
-    from lsgpt.utilities import compare_costs, describe, suggest
+    from lsgpt.utilities import compare_costs, compare_split, describe, suggest
 
     if args.model in list_presets():
         config = load_preset(args.model)
@@ -441,6 +444,10 @@ def _info(args: argparse.Namespace) -> int:
     print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
     for name, (ours, theirs, ratio) in compare_costs(config, length).items():
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
+    if args.processes > 1:
+        print(f"\n  {f'split over {args.processes} processes':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
+        for name, (ours, theirs, ratio) in compare_split(config, length, args.processes).items():
+            print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
         print(f"\n  The model has only {config.max_position_embeddings:,} learned positions.")
     return 0

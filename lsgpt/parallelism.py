@@ -4,13 +4,14 @@
 """
 
 import sys
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 
 def prepare_for_training(model_class: type[PreTrainedModel]):
-    """Makes models of a base class keep their names when sharded, and refuse sequences split over processes."""
+    """Makes models of a base class keep their names when sharded, and split sequences if Accelerate is told to."""
 
     def keep_name(cls, **kwargs):
         super(model_class, cls).__init_subclass__(**kwargs)
@@ -24,13 +25,29 @@ def prepare_for_training(model_class: type[PreTrainedModel]):
         state, parallelism = sys.modules.get("accelerate.state"), None  # not imported: generating needs no Accelerate
         if mode and state is not None and state.is_initialized():
             parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
-        for field in ("cp_size", "sp_size"):
-            if getattr(parallelism, field, 1) > 1:
-                raise ValueError(
-                    f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
-                    "splits every sequence over processes, and local heads would lose their window at each boundary"
-                )
+        if mode and self.base_model is not self:
+            follow(self, parallelism)
         return super(model_class, self).train(mode)
 
     model_class.__init_subclass__ = classmethod(keep_name)  # type: ignore[assignment]
     model_class.train = train
+
+
+def follow(model: nn.Module, parallelism: Any):
+    """
+    Makes the training steps of a model split their sequences over processes, or stop doing it, as the configuration in
+    the state of Accelerate says. Raises `ValueError` for configurations that do it in another way.
+    """
+    for field in ("cp_size", "sp_size"):
+        if getattr(parallelism, field, 1) > 1 and not hasattr(parallelism, "split"):
+            raise ValueError(
+                f"`{field}` of Accelerate's `ParallelismConfig` must be 1; got {getattr(parallelism, field)}: it "
+                "splits every sequence over processes, and local heads would lose their window at each border. Use "
+                "`parallelism_config=lsgpt.training.ContextParallelismConfig(cp_size=...)` in `TrainingArguments`"
+            )
+    wanted = parallelism if getattr(parallelism, "cp_size", 1) > 1 else None
+    current, end = vars(model).get("sequence_split", (None, None))
+    if current is not wanted:
+        if end is not None:
+            end()
+        model.sequence_split = wanted, None if wanted is None else wanted.split(model)

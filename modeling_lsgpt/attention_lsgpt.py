@@ -25,7 +25,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .configuration_lsgpt import LSGPTConfig
-from .local_lsgpt import blocked_attention_forward, blocked_mask, sink_attention_forward
+from .local_lsgpt import blocked_attention_forward, blocked_mask, past_attention_forward, sink_attention_forward
 from .visibility_lsgpt import Visibility, describe_visibility
 
 
@@ -163,7 +163,7 @@ def _takes_sinks(attend: Callable | None) -> bool:
 
 
 def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
-    """`None` if no mask is needed besides causality, a blocked mask (5-D), or a dense mask (4-D)."""
+    """`None` if no mask is needed besides causality, also after a past, a blocked mask (5-D), or a dense one (4-D)."""
     v = mask_function
     window = v.window or v.kv_length
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
@@ -175,7 +175,15 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
         is_causal = is_first and v.q_length <= window and not v.has_sinks
         if has_all and (v.sees_everything or is_causal):
             return None
+        is_end = isinstance(v.q_offset, int) and v.q_offset + v.q_length == v.kv_offset + v.kv_length
+        is_large = v.q_length > 1 and v.q_length * v.kv_length >= MASKED_PAIRS
+        if v.is_plain and is_end and is_large and v.kv_length <= window and not v.has_sinks and not is_tracing():
+            return None
     return v.dense()
+
+
+MASKED_PAIRS = 1 << 18
+"""From this many pairs of queries and keys on, what follows a past is computed without a mask, in two calls."""
 
 
 NARROW, FILLED = 12, 16
@@ -196,11 +204,13 @@ def windowed_sdpa_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' `sdpa`, with windows at linear cost and with sinks."""
+    """Transformers' `sdpa`, with windows at linear cost, with sinks, and without a mask for a past."""
     if attention_mask is not None and attention_mask.ndim == 5:
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
+    if attention_mask is None and 1 < query.shape[2] < key.shape[2]:
+        return past_attention_forward(query, key, value, scaling, dropout), None
     head_dim = query.shape[-1]
     is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():

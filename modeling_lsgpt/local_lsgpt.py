@@ -1,4 +1,4 @@
-"""What PyTorch's `scaled_dot_product_attention` lacks for local heads: a window at linear cost, and sinks.
+"""What PyTorch's `scaled_dot_product_attention` lacks: windows at linear cost, sinks, and a past without a mask.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
 a block.
@@ -7,6 +7,7 @@ a block.
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from .visibility_lsgpt import Visibility
 
@@ -216,3 +217,97 @@ class _SinkAttention(torch.autograd.Function):
         weights = (sinks - lse).exp()
         sinks_gradient = -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
         return *gradients, None, sinks_gradient, None
+
+
+def past_attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """
+    Causal attention of a part of a sequence over its past and itself, in memory O(T + S).
+
+    For PyTorch's function, this needs a mask of T x S. Without one, there are two calls, for the past, of which every
+    query sees everything, and for the part itself, which is causal; each query's shares of the two are known from the
+    log-sum-exp of its logits. Where no operator returns it, or with dropout, the mask is made after all.
+
+    Args:
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
+            query, and S > T.
+        scaling: Factor of the dot products.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        Outputs `(B, T, H, D)`.
+    """
+    groups, device = query.shape[1] // key.shape[1], query.device.type
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    is_possible = device == "cpu"
+    if device == "cuda":
+        arguments = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, False, False)
+        is_possible = torch.backends.cuda.can_use_flash_attention(arguments)
+    if is_possible and not dropout:
+        return _PastAttention.apply(query, key, value, scaling)[0].transpose(1, 2)
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output.transpose(1, 2)
+
+
+class _PastAttention(torch.autograd.Function):
+    """
+    `past_attention_forward` for equally many query and key heads, with the operators that
+    `scaled_dot_product_attention` itself calls. Given the joint outputs and log-sum-exp, their backward operators use
+    the actual weights, so the gradients of the two calls only need to be added.
+    """
+
+    @staticmethod
+    def forward(query, key, value, scaling: float):
+        past = key.shape[2] - query.shape[2]
+        outputs, lses = zip(
+            _attend(query, key[:, :, :past], value[:, :, :past], False, scaling),
+            _attend(query, key[:, :, past:], value[:, :, past:], True, scaling),
+        )
+        lse = torch.logaddexp(*lses)
+        output = sum(part * (each - lse).exp()[..., None] for part, each in zip(outputs, lses))
+        return output.to(query.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.scaling = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, _):
+        query, key, value, output, lse = ctx.saved_tensors
+        past = key.shape[2] - query.shape[2]
+        results = [
+            _attend_backward(gradient, query, key[:, :, part], value[:, :, part], output, lse, is_causal, ctx.scaling)
+            for part, is_causal in ((slice(past), False), (slice(past, None), True))
+        ]
+        (before, *past_gradients), (own, *own_gradients) = results
+        sums = (torch.cat(parts, dim=2) for parts in zip(past_gradients, own_gradients))
+        return (before.to(lse.dtype) + own).to(query.dtype), *sums, None
+
+
+def _attend(query, key, value, is_causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `(B, H, T, D)` and log-sum-exp `(B, H, T)` of attention without a mask."""
+    if query.device.type == "cpu":
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    else:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(query, key, value, 0.0, is_causal, scale=scaling)[:2]
+
+
+def _attend_backward(gradient, query, key, value, output, lse, is_causal: bool, scaling: float):
+    """Gradients of queries, keys and values, given outputs and log-sum-exp over these and other keys."""
+    tensors = gradient, query, key, value, output, lse
+    if query.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*tensors, 0.0, is_causal, scale=scaling)
+    lengths = None, None, query.shape[2], key.shape[2]
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout, which there is none of
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(*tensors, *lengths, 0.0, is_causal, seed, seed[:0], scale=scaling)

@@ -250,6 +250,8 @@ class LSGPTAttention(nn.Module):
         if self.max_logits is not None:
             update_max_logits(self, calls, attention_mask)
         if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
+            if past_key_values is not None:  # whose backward pass may have to run, see `context_parallel_lsgpt`
+                key_states, value_states = (torch.cat(states, dim=1) for states in tuple(zip(*calls))[2:])
             calls = [(self.all_heads, query_states, key_states, value_states)]
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -465,7 +467,10 @@ class LSGPTModel(LSGPTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             check_cache(self.config, past_key_values)
-            if self.gradient_checkpointing and self.training and past_key_values.get_seq_length() > 0:
+            is_dropped = (
+                self.gradient_checkpointing and self.training and not self.layers[0]._can_checkpoint_with_cache
+            )
+            if is_dropped and past_key_values.get_seq_length() > 0:
                 raise ValueError(
                     "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
                     "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"

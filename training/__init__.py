@@ -10,6 +10,7 @@ from .callbacks import (
     StepTimerCallback,
     StopOnBadLossCallback,
 )
+from .context_parallel import ContextParallelismConfig
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy
 from .metrics import LanguageModelingMetrics, TokenMetrics, count_bytes, token_losses
@@ -25,6 +26,7 @@ __all__ = [
     "AVERAGES",
     "Arguments",
     "AveragedWeightsCallback",
+    "ContextParallelismConfig",
     "DataArguments",
     "LSGPTTrainer",
     "LanguageModelingMetrics",

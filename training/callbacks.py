@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from .context_parallel import processes_per_row
 from .results import from_json, to_json
 
 
@@ -163,7 +164,7 @@ class StepTimerCallback(TrainerCallback):
         self._start, self._step_tokens = time.perf_counter(), 0
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.tokens.append(self._step_tokens * args.world_size)
+        self.tokens.append(self._step_tokens * args.world_size // processes_per_row(args))
         is_taken = getattr(state, "prevented_step", None) != state.global_step + 1  # see StopOnBadLossCallback
         if is_taken and args.include_num_input_tokens_seen == "no":
             state.num_input_tokens_seen += self.tokens[-1]

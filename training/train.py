@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.utils.data import DataLoader
@@ -40,6 +38,7 @@ from .callbacks import (
     StepTimerCallback,
     StopOnBadLossCallback,
 )
+from .context_parallel import check_parallelism, get_loader_for_all_processes, processes_per_row
 from .data import (
     ALGORITHMS,
     Passes,
@@ -110,7 +109,7 @@ class LSGPTTrainer(Trainer):
 
         Raises:
             ValueError: If `compute_loss_func` is given with `z_loss` or `teacher`, which it would replace, or for
-                context and sequence parallelism.
+                sequence parallelism.
         """
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
             if value and kwargs.get("compute_loss_func") is not None:
@@ -127,7 +126,8 @@ class LSGPTTrainer(Trainer):
     def create_accelerator_and_postprocess(self):
         """
         As in `Trainer`, but FSDP sums gradients and returns the loss in float32: Accelerate's own policy sums them in
-        bfloat16, and rounds the loss to its two to three digits. Raises `ValueError` as `check_parallelism` does.
+        bfloat16, and rounds the loss to its two to three digits. Context parallelism is ours, and sequence parallelism
+        refused, see `check_parallelism`.
         """
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
@@ -152,8 +152,14 @@ class LSGPTTrainer(Trainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, **options)
-        passes = Passes(rows, self._train_batch_size, collate, args.process_index, args.world_size)
+        size = processes_per_row(args)
+        passes = Passes(rows, self._train_batch_size, collate, args.process_index // size, args.world_size // size)
         return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """As in `Trainer`, but every process gets other rows, also those that share the sequences of the training."""
+        get_loader = super().get_eval_dataloader
+        return get_loader_for_all_processes(self.accelerator, lambda: get_loader(eval_dataset))
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
@@ -238,25 +244,6 @@ class LSGPTTrainer(Trainer):
 
 def _unchanged(rows: Any) -> Any:
     return rows
-
-
-def check_parallelism(args: TrainingArguments):
-    """
-    Raises `ValueError` if a script or `accelerate launch` asks for context or sequence parallelism.
-
-    Both split every sequence over processes, and Accelerate supports neither with a sliding window.
-    """
-    config = args.parallelism_config
-    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        config = ParallelismConfig()  # reads the other variables that `accelerate launch` sets
-    for field, name in (("cp_size", "context"), ("sp_size", "sequence")):
-        size = getattr(config, field, 1)
-        if size > 1:
-            raise ValueError(
-                f"`{field}` of `parallelism_config` must be 1; got {size}: {name} parallelism splits every sequence "
-                "over processes, and local heads would lose their window at each border. Use DDP, FSDP2 or DeepSpeed "
-                "ZeRO, which split the batch"
-            )
 
 
 def check_stream(checkpoint: str | Path, arguments: Arguments):

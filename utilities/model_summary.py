@@ -1,6 +1,7 @@
 """Summarises a model: its shape and size, and its costs compared with plain multi-head attention."""
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import count_tokens_sent
 
 from .wording import with_unit
 
@@ -71,7 +72,55 @@ def compare_costs(config: LSGPTConfig, length: int) -> dict[str, tuple[str, str,
         "forward FLOPs per token": ("", config.flops_per_token(length), mhsa.flops_per_token(length)),
         "KV cache in 16 bit, one sequence": ("B", config.kv_cache_bytes(length), mhsa.kv_cache_bytes(length)),
     }
+    return {name: _with_ratio(ours, theirs, unit) for name, (unit, ours, theirs) in costs.items()}
+
+
+def compare_split(config: LSGPTConfig, length: int, processes: int) -> dict[str, tuple[str, str, str]]:
+    """
+    The cost of splitting sequences of `length` tokens over processes, in this model and in the same model with all
+    heads global, and the ratio of both. Raises `ValueError` if there are no equal parts.
+    """
+    if length % processes:
+        raise ValueError(f"`length` must be a multiple of `processes`, which is {processes}; got {length}")
+    mhsa = config.equal_mhsa()
+    own = mhsa.kv_cache_bytes(length // processes) / config.num_hidden_layers
+    sent, equal_sent = (split_bytes(each, length, processes) for each in (config, mhsa))
+    slowest, equal_slowest = (slowest_share(each, length, processes) for each in (config, mhsa))
     return {
-        name: (with_unit(ours, unit), with_unit(theirs, unit), f"{ours / theirs:.1%}")
-        for name, (unit, ours, theirs) in costs.items()
+        "received per layer, forward, 16 bit": _with_ratio(sent, equal_sent, "B"),
+        "keys and values per layer, 16 bit": _with_ratio(own + sent, own + equal_sent, "B"),
+        "work of the last process / mean": (f"{slowest:.2f}", f"{equal_slowest:.2f}", ""),
     }
+
+
+def split_bytes(config: LSGPTConfig, length: int, processes: int, bytes_per_value: int = 2) -> float:
+    """
+    Bytes of keys and values that the last of `processes` receives in a forward pass over `length` tokens, averaged
+    over the layers. No process receives more, and none sends more in the forward pass. The backward pass moves the
+    same number of bytes in the other direction.
+
+    With T tokens in each of R parts, a key/value head needs `2 * D` numbers for each earlier token that it sees:
+    `(R - 1) * T` of them if it is global, `min(W - 1, (R - 1) * T)` if it is local.
+    """
+    groups, part = config.num_attention_heads // config.num_key_value_heads, length // processes
+    tokens = sum(
+        heads // groups * count_tokens_sent(sender, processes - 1, part, config.window(kind))
+        for kinds in config.head_groups
+        for kind, heads in kinds.items()
+        for sender in range(processes)
+    )
+    return 2 * config.head_dim * tokens * bytes_per_value / config.num_hidden_layers
+
+
+def slowest_share(config: LSGPTConfig, length: int, processes: int) -> float:
+    """
+    Operations of the last process relative to the mean over all. All compute equally many tokens, but the global heads
+    of later tokens see more keys; see `LSGPTConfig.flops_per_token` for what counts.
+    """
+    before = length - length // processes
+    total = length * config.flops_per_token(length)
+    return (total - before * config.flops_per_token(before)) / (total / processes) if before else 1.0
+
+
+def _with_ratio(ours: float, theirs: float, unit: str = "") -> tuple[str, str, str]:
+    return with_unit(ours, unit), with_unit(theirs, unit), f"{ours / theirs:.1%}" if theirs else ""

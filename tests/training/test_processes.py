@@ -20,10 +20,10 @@ LAUNCH_FILES = {file.stem: file for file in (Path(lsgpt.configuration.__file__).
 SCRIPT = Path(__file__).with_name("train_script.py")
 
 
-def launch(name, *command, options=()) -> fresh.Program:
+def launch(name, *command, options=(), **variables) -> fresh.Program:
     """Starts `accelerate launch` with a shipped file, changed by `options` only. The machine's GPUs stay out of it."""
     launcher = "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command
-    return fresh.Program(*launcher, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    return fresh.Program(*launcher, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", **variables)
 
 
 def output_of(launcher: fresh.Program) -> str:
@@ -80,15 +80,23 @@ def one(tmp_path_factory):
     return tmp_path_factory.mktemp("one")
 
 
+DDP = "DistributedDataParallel", "LSGPTDecoderLayer", "Parameter"
+FSDP2 = "LSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"
+
+
 @pytest.mark.parametrize(
-    ("name", "model", "block", "parameter"),
+    ("name", "processes", "per_row", "classes"),
     [
-        ("cpu", "DistributedDataParallel", "LSGPTDecoderLayer", "Parameter"),
-        ("fsdp2", "LSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"),
-        ("zero3", "DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter"),
+        ("cpu", 2, 1, DDP),
+        ("fsdp2", 2, 1, FSDP2),
+        ("zero3", 2, 1, ("DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter")),
+        # Processes that share rows (context parallelism): one group, and two groups that share the batch.
+        ("cpu", 2, 2, DDP),
+        ("fsdp2", 2, 2, FSDP2),
+        ("fsdp2", 4, 2, FSDP2),
     ],
 )
-def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter):
+def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row, classes):
     """
     Losses, gradient norms, logits, weights and their averages; also of runs that resume, diverge, clip heads, have a
     teacher, or end because one process gets SIGTERM.
@@ -100,7 +108,10 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
         "signal": ["checkpoint-2", "."],
         "clip": ["."],
     }
-    if name == "cpu":
+    model, block, parameter = classes
+    if per_row > 1:
+        runs = {"plain": runs["plain"], "resumed": ["."], "clip": ["."], "taught": ["."]}
+    elif name == "cpu":
         runs["llama"] = ["."]  # the launch files of the others name LSGPT's layers
         runs["taught"] = ["."]
     if name == "zero3":
@@ -109,8 +120,8 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
     else:  # averages are refused with ZeRO-3
         runs["plain"].append("averaged")
         runs["resumed"].append("averaged")
-    options = ["--num_processes", "2", "--main_process_port", "0"]
-    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options)
+    options = ["--num_processes", str(processes), "--main_process_port", "0"]
+    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options, PROCESSES_PER_ROW=str(per_row))
     for kind in runs:
         if not (one / kind).exists():
             runpy.run_path(str(SCRIPT))["train"](one / kind, kind)
@@ -120,7 +131,7 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
         two = tmp_path / "two" / kind
         alone, together = (json.loads((folder / "history.json").read_text("utf-8")) for folder in (one / kind, two))
         of_model = "LlamaDecoderLayer" if kind == "llama" else block
-        assert together["how"] == {"processes": 2, "model": model, "block": of_model, "parameter": parameter}
+        assert together["how"] == {"processes": processes, "model": model, "block": of_model, "parameter": parameter}
         last_step = {"bad": 3, "signal": 2}.get(kind, 6)
         assert [log["step"] for log in together["history"]] == list(range(1, last_step + 1))
         for expected, found in zip(alone["history"], together["history"]):
@@ -147,8 +158,10 @@ def test_two_processes_train_as_one(one, tmp_path, name, model, block, parameter
         )
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
         files = [file.name for file in (tmp_path / "two" / "plain" / "checkpoint-3").glob("averaged*")]
-        shards = ["averaged-00001-of-00002.safetensors", "averaged-00002-of-00002.safetensors"]
+        shards = [f"averaged-{number:05d}-of-{processes:05d}.safetensors" for number in range(1, processes + 1)]
         assert sorted(files) == (shards if name == "fsdp2" else ["averaged.safetensors"])
+    if "bad" not in runs:
+        return
     assert "the loss of step 3 is not finite (first non-finite values: a batch of another process)" in output
     assert "the loss of step 3 is not finite (first non-finite values: `model.layers.1.mlp.down_proj`)" in output
 

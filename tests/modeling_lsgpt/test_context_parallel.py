@@ -1,0 +1,136 @@
+"""Sequences that are split over processes are computed as in one process; what cannot be split is refused."""
+
+from pathlib import Path
+
+import fresh
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lsgpt import LSGPTForSequenceClassification
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import check_inputs, count_tokens_sent, split_sequences
+
+
+SCRIPT = Path(__file__).with_name("split_sequences.py")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--configurations", "12", "--first", "1000"], id="sdpa and eager"),
+        pytest.param(["--configurations", "2", "--engine", "flex_attention"], id="flex_attention"),
+        pytest.param(["--configurations", "4", "--autocast"], id="autocast"),
+        pytest.param(["--configurations", "1", "--compiled"], id="compiled layers"),
+        pytest.param(["--configurations", "2", "--engine", "triton"], id="triton", marks=pytest.mark.kernels),
+    ],
+)
+def test_random_configurations(options):
+    """More of them by hand: `python tests/modeling_lsgpt/split_sequences.py --configurations 200`."""
+    program = fresh.Program(SCRIPT, *options, TRITON_INTERPRET="1")
+    assert program.wait(timeout=300) == 0, program.output + program.errors
+
+
+@pytest.mark.parametrize("window", [2, 4, 5, 6, 9, 14, 100, None])
+def test_every_process_receives_what_the_windows_of_its_queries_reach(window):
+    length, processes = 5, 4
+    for receiver in range(processes):
+        begin = receiver * length
+        needed = {k for q in range(begin, begin + length) for k in range(begin) if window is None or k > q - window}
+        received = set()
+        for sender in range(processes):
+            count, end = count_tokens_sent(sender, receiver, length, window), (sender + 1) * length
+            received |= set(range(end - count, end))
+        assert received == needed
+
+
+def inputs(**others):
+    ids = torch.arange(24).view(2, 12)
+    return {"input_ids": ids, "labels": ids, **others}
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"past_key_values": DynamicCache()}, "`past_key_values` must be unset .* leave it out"),
+        ({"logits_to_keep": 3}, "`logits_to_keep` must be unset"),
+        ({"output_attentions": True}, "`output_attentions` must be unset .* in evaluation mode"),
+        ({"attention_mask": torch.ones(2, 1, 12, 12).bool()}, "must have 2 dimensions .* pass `position_ids`"),
+        ({"attention_mask": {}}, "must have 2 dimensions"),
+        ({"attention_mask": torch.ones(2, 13)}, r"`attention_mask` must have shape \(2, 12\).* got \(2, 13\)"),
+        ({"teacher_logits": torch.ones(2, 11, 5)}, r"`teacher_logits` must have shape \(2, 12\).* got \(2, 11\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 12])}, "`cu_seq_lens_q` must come with `position_ids`"),
+        ({"input_ids": torch.ones(2, 13), "labels": torch.ones(2, 13)}, "multiple of 2 tokens.* got 13. Pad them"),
+        (
+            {"position_ids": torch.tensor([[*range(5), *range(3, 10)]])},
+            "`position_ids` must count from 0 in each document",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tiny_config, others, message):
+    with pytest.raises(ValueError, match=message):
+        check_inputs(tiny_config(), inputs(**others), 2)
+
+
+def test_training_without_labels_is_refused(tiny_config):
+    with pytest.raises(ValueError, match="`labels` must be passed.* `compute_loss_func` cannot be used"):
+        check_inputs(tiny_config(), {"input_ids": torch.arange(24).view(2, 12)}, 2)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"logits_to_keep": 0, "output_attentions": False},
+        {"position_ids": torch.tensor([[*range(5), *range(7)]])},
+        {"position_ids": torch.arange(12)[None] + 3},
+        {
+            "position_ids": torch.tensor([[1, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]),
+            "attention_mask": torch.tensor([[0, 0] + [1] * 10]).expand(2, -1),
+        },
+    ],
+)
+def test_other_inputs_are_not_refused(tiny_config, others):
+    assert check_inputs(tiny_config(), inputs(**others), 2) == 6
+
+
+def test_other_models_are_refused(tiny_config):
+    with pytest.raises(ValueError, match="must be an LSGPTForCausalLM .* got LSGPTForSequenceClassification"):
+        split_sequences(LSGPTForSequenceClassification(tiny_config()), None)
+
+
+DIFFERENT_ROWS = """
+import os, sys
+import torch
+from torch import distributed, multiprocessing
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
+
+def work(rank, folder, names):
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = LSGPTForCausalLM(LSGPTConfig(vocab_size=9, hidden_size=12, num_hidden_layers=1, num_attention_heads=2))
+    end = split_sequences(model, distributed.group.WORLD)
+    ids = torch.arange(8)[None].repeat(1 + (rank if "rows" in names else 0), 1)
+    if "tokens" in names:
+        ids[0, -1] -= rank
+    try:
+        model.train()(input_ids=ids, labels=ids)
+        outcome = "trained"
+    except ValueError as error:
+        outcome = str(error)
+    model.eval()(input_ids=ids)
+    end()
+    print(f"{rank}: {outcome}", flush=True)
+    distributed.destroy_process_group()
+
+torch.set_num_threads(1)
+multiprocessing.start_processes(work, sys.argv[1:], nprocs=2, start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("difference", ["none", "tokens", "rows"])
+def test_processes_with_different_rows_all_notice_it(tmp_path, difference):
+    program = fresh.Program("-c", DIFFERENT_ROWS, tmp_path, difference)
+    assert program.wait(timeout=120) == 0, program.errors
+    message = "trained" if difference == "none" else "the processes that share a sequence must have the same rows"
+    for rank in (0, 1):
+        assert f"{rank}: {message}" in program.output

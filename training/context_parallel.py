@@ -1,0 +1,153 @@
+"""Sequences that are split over processes (`lsgpt.modeling_lsgpt.context_parallel_lsgpt`), with any `Trainer`."""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import GradientState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
+
+
+class ContextParallelismConfig(ParallelismConfig):
+    """
+    Accelerate's `ParallelismConfig`, whose `cp_size` is here the number of processes that share each sequence of an
+    LSGPT model. It works with DDP and FSDP2, with every attention implementation, and with the stock `Trainer`:
+
+    ```python
+    >>> args = TrainingArguments(..., parallelism_config=ContextParallelismConfig(cp_size=2))
+    >>> trainer = Trainer(model, args, train_dataset=data)
+    ```
+
+    `cp_size` times `dp_shard_size` times `dp_replicate_size` is the number of all processes. Without arguments, the
+    sizes are those of `accelerate launch`. To Accelerate itself, context parallelism is off, or else it would replace
+    the attention by its own, which knows no windows.
+    """
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: what Accelerate does for context parallelism must not happen."""
+        return False
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether the mesh has this dimension; also with a single group, because FSDP2 needs it."""
+        return self.cp_size > 1 or super().dp_shard_enabled
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions of the mesh whose processes get the same rows."""
+        return [*super().non_dp_dim_names, *self._cp]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions of the mesh over which FSDP2 splits the weights."""
+        return [*super().dp_shard_cp_dim_names, *self._cp]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions of the mesh over which the loss is averaged."""
+        return [*super().dp_cp_dim_names, *self._cp]
+
+    @property
+    def _cp(self) -> list[str]:
+        return ["cp"] if self.cp_size > 1 else []
+
+    def _validate_accelerator(self, accelerator: Accelerator):
+        if self.cp_size > 1 and accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                f"`cp_size` must be 1 with DeepSpeed, which gives every process rows of its own; got {self.cp_size}. "
+                "Use FSDP2"
+            )
+        if self.total_size != accelerator.num_processes:
+            raise ValueError(
+                "`cp_size` x `dp_shard_size` x `dp_replicate_size` must be the number of processes, "
+                f"{accelerator.num_processes}; got {self.cp_size} x {self.dp_shard_size} x {self.dp_replicate_size}"
+            )
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:  # which Accelerate refuses, but DDP can do it
+            super()._validate_accelerator(accelerator)
+
+    def split(self, model: nn.Module) -> Callable[[], None]:
+        """
+        Splits the sequences of a model's training steps over the processes of a group, see `split_sequences`, and
+        corrects what a `Trainer` gets wrong in evaluations, see `_in_evaluation`. `LSGPTForCausalLM.train` calls it,
+        once it finds this configuration in the state of Accelerate.
+
+        Returns a function that ends this. Raises `ValueError` for other models.
+        """
+        end = split_sequences(model, self.get_device_mesh()["cp"].get_group())
+        forward, training_loader = model.forward, None
+
+        @wraps(forward)
+        def forward_with_checks(*args, **kwargs):
+            nonlocal training_loader
+            loader = GradientState().active_dataloader
+            if model.training:
+                training_loader = loader
+            elif loader not in (None, training_loader):
+                kwargs = _in_evaluation(kwargs, loader, self.cp_size)
+            return forward(*args, **kwargs)
+
+        model.forward = forward_with_checks
+        return end
+
+
+def _in_evaluation(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
+    """
+    A `Trainer` divides the number of labels by that of the processes that share a row, also in evaluations, which are
+    not split. And it gives all these processes the same rows, so that its figures are averages over repeated rows;
+    this changes nothing unless the last batch is cut to its length as if no row had been repeated, which is refused.
+    """
+    if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
+        raise ValueError(
+            f"the evaluation must have a multiple of {loader.total_batch_size} rows if {size} processes share each "
+            f"sequence, or a `Trainer` computes wrong figures; got {len(loader.dataset)}. Use `LSGPTTrainer`, or a "
+            "`per_device_eval_batch_size` of 1"
+        )
+    count = inputs.get("num_items_in_batch")
+    return inputs if count is None else {**inputs, "num_items_in_batch": count * size}
+
+
+def check_parallelism(args: TrainingArguments):
+    """
+    Makes the context parallelism of a script or of `accelerate launch` ours. Raises `ValueError` for sequence
+    parallelism.
+    """
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()  # reads the other variables that `accelerate launch` sets
+    if config is None:
+        return
+    if config.sp_size > 1:
+        raise ValueError(
+            f"`sp_size` of `parallelism_config` must be 1; got {config.sp_size}: sequence parallelism divides heads "
+            "evenly over processes, and LSGPT has only a few global ones. Use `cp_size`"
+        )
+    if config.cp_size > 1 and not isinstance(config, ContextParallelismConfig):
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+        args.parallelism_config = ContextParallelismConfig(**{name: getattr(config, name) for name in names})
+
+
+def processes_per_row(args: TrainingArguments) -> int:
+    """Number of processes that share each sequence of a training."""
+    return getattr(args.parallelism_config, "cp_size", 1)
+
+
+def get_loader_for_all_processes(accelerator: Accelerator, get_loader: Callable[[], DataLoader]) -> DataLoader:
+    """
+    Returns the data loader that `get_loader` prepares with `accelerator`, but which gives every process other rows: an
+    evaluation does not split sequences.
+    """
+    mesh, accelerator.state.device_mesh = accelerator.state.device_mesh, None
+    try:
+        loader = get_loader()
+    finally:
+        accelerator.state.device_mesh = mesh
+    loader.is_for_all_processes = True
+    return loader
