@@ -115,8 +115,8 @@ def main(arguments: list[str]):
             print(
                 f"{name:<8}{processes:3d} processes, {options.length:,} tokens: {row['peak_bytes'] / 2**20:6.0f} MiB "
                 f"({alone['peak_bytes'] / row['peak_bytes']:.2f} times less), {row['received_bytes'] / 1e6:7.1f} MB "
-                f"received (formula: {row['formula_bytes'] / 1e6:.1f}), {row['seconds'] / alone['seconds']:.2f} of the "
-                "time",
+                f"received (formula: {row['formula_bytes'] / 1e6:.1f}), {row['seconds'] / alone['seconds']:.2f} of "
+                "the time",
                 flush=True,
             )
     write_result(options.output, result)
