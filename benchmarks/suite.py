@@ -27,7 +27,7 @@ BENCHMARKS = {
     "train": train.prepare,
 }
 
-APART = ("memory", "telemetry", "long_context", "quality")
+APART = ("memory", "telemetry", "long_context", "quality", "split")
 """Modules with other kinds of measurements, which have their own options."""
 
 QUICK_LENGTHS = (2048,)

@@ -71,14 +71,15 @@ def triton_attention_forward(
     has_all_heads = query.shape[1] == sum(module.num_heads)
     if has_all_heads:
         num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
-    measure = has_all_heads and module.max_logits is not None
+    # After other tokens, there is a call for each kind of head, and the layer has measured already.
+    measure = has_all_heads and module.max_logits is not None and query.shape[2] == key.shape[2]
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, they may have a higher precision
     spans: Any = attention_mask
     output, maxima = fused_attention_forward(
         query, key, value, spans, num_global_heads, sliding_window or 0, scaling, s_aux, measure
     )
     if measure:
-        module.max_logits = torch.maximum(module.max_logits.to(maxima.device), maxima)
+        module.max_logits = torch.maximum(module.max_logits.to(maxima.device), maxima.detach())
     return output, None
 
 

@@ -58,7 +58,7 @@ ALL_HEADS = "all_heads"
 """
 Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
 attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
-call gets the window of the last kind, and itself updates the layer's `max_logits` if they are measured.
+call gets the window of the kind that has one, and itself updates the layer's `max_logits` if they are measured.
 """
 
 
@@ -102,7 +102,8 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
         )
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: list(visibility.values())[-1]})
+        widest = max(visibility.values(), key=lambda v: v.window or 0)  # the only kind with a window, if there is one
+        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: widest})
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:

@@ -191,7 +191,7 @@ def test_models_are_compared_without_dropout(tmp_path):
     assert config.resid_dropout == config.attention_dropout == config.embd_dropout == 0
 
 
-@pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality"])
+@pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality", "split"])
 def test_other_measurements_get_their_own_options(name, monkeypatch):
     got = []
     monkeypatch.setattr(f"lsgpt.benchmarks.{name}.main", got.extend)

@@ -1,7 +1,15 @@
 """Utilities shared by several packages: wording of messages and tables, the summary of a model, and loading."""
 
 from .loading import check_gguf, load_complete, load_tokenizer, looks_like_a_path, read_gguf, refuse_tensors
-from .model_summary import VLLM_ROPE_TYPES, compare_costs, compare_split, describe, has_sinks, runs_on_vllm
+from .model_summary import (
+    VLLM_ROPE_TYPES,
+    compare_costs,
+    compare_split,
+    describe,
+    has_sinks,
+    runs_on_vllm,
+    split_bytes,
+)
 from .wording import format_duration, suggest, table, with_unit
 
 
@@ -19,6 +27,7 @@ __all__ = [
     "read_gguf",
     "refuse_tensors",
     "runs_on_vllm",
+    "split_bytes",
     "suggest",
     "table",
     "with_unit",

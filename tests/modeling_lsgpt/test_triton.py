@@ -56,6 +56,13 @@ def test_model_equals_sdpa(models, tiny_model, name):
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+@torch.no_grad()
+def test_windows_hold_if_the_first_layer_has_no_global_heads(tiny_model):
+    ids = torch.randint(97, (2, 45))
+    fused, reference = (tiny_model(engine=engine, num_global_heads=[0, 2]) for engine in ("triton", "eager"))
+    torch.testing.assert_close(fused(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_documents_continue_from_a_cache(models):
     ids, positions = torch.randint(97, (1, 40), device=DEVICE), inputs_of("packed")["position_ids"][:1]
     logits = []

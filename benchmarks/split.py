@@ -1,0 +1,123 @@
+"""Training steps on sequences that are split over processes: `lsgpt bench split`.
+
+Each step runs in R processes of one thread each (gloo), or of one GPU each (NCCL). It measures the bytes of keys and
+values that the last process receives, the peak memory that a step adds in the process where it is highest, and the
+time, for LSGPT and for the same model with all heads global. Weights and their gradients are not part of the peak, and
+there is no optimizer.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM
+
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
+from lsgpt.training.report import peak_memory, reset_peak_memory
+from lsgpt.utilities import split_bytes
+
+from .peers import load_shape
+from .record import OUTPUT, begin_result, write_result
+
+
+MODELS = {"lsgpt": {}, "mhsa": {"num_global_heads": "all"}}
+"""The models that are compared, as overrides of the preset."""
+
+
+class ByteCounter:
+    """Counts what `all_to_all_single`, through which all keys and values go, brings from other processes."""
+
+    def __init__(self):
+        self.received, self._exchange = 0, dist.all_to_all_single
+
+    def __call__(self, output: torch.Tensor, *args, **kwargs):
+        self.received += output.numel() * output.element_size()
+        return self._exchange(output, *args, **kwargs)
+
+
+def measure(rank: int, folder: str, processes: int, preset: str, fields: dict, length: int, steps: int):
+    """Runs training steps in one of the processes and writes its figures to a file in `folder`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_gpu else "gloo", f"file://{folder}/store", rank=rank, world_size=processes)
+    config = load_shape(preset, max_position_embeddings=length, **fields)
+    model = AutoModelForCausalLM.from_config(config).to(device).train()
+    if processes > 1:
+        split_sequences(model, dist.group.WORLD)
+
+    def step(input_ids):
+        model(input_ids=input_ids, labels=input_ids, skip_logits=True, use_cache=False).loss.backward()
+
+    input_ids = torch.randint(config.vocab_size, (1, length), device=device)
+    step(input_ids[:, : 2 * processes])  # allocates the gradients of the weights
+    dist.all_to_all_single = counter = ByteCounter()
+    reset_peak_memory()
+    before, seconds = peak_memory(), []
+    for _ in range(steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        step(input_ids)
+        if is_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+    received = counter.received / steps
+    figures = {"peak_bytes": peak_memory() - before, "received_bytes": received, "seconds": min(seconds)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def run(processes: int, *arguments) -> dict[str, float]:
+    """Returns the highest peak memory, the bytes that the last process receives, and the longest time."""
+    methods = multiprocessing.get_all_start_methods()
+    method = "forkserver" if "forkserver" in methods else "spawn"  # the former imports PyTorch only once
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(measure, (folder, processes, *arguments), processes, start_method=method)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+    highest = {name: max(figures[name] for figures in found) for name in found[0]}
+    return {**highest, "received_bytes": found[-1]["received_bytes"]}
+
+
+def main(arguments: list[str]):
+    """Measures both models with every number of processes, prints the figures and writes them to a JSON file."""
+    parser = argparse.ArgumentParser(prog="lsgpt bench split", description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument("--length", type=int, default=2**14, help="tokens of the sequence; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=2, help="the fastest counts; default: %(default)s")
+    parser.add_argument(
+        "--preset", default="paper-v1", metavar="PRESET_OR_FOLDER", help="shape of the models; default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT / "split.json", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+
+    result = begin_result("split", *arguments) | {"rows": []}
+    for name, fields in MODELS.items():
+        alone: dict[str, float] = {}
+        for processes in options.processes:
+            row = run(processes, options.preset, fields, options.length, options.steps)
+            config = load_shape(options.preset, max_position_embeddings=options.length, **fields)
+            row["formula_bytes"] = config.num_hidden_layers * split_bytes(
+                config, options.length, processes, 4
+            )  # float32
+            alone = alone or row
+            result["rows"].append({"model": name, "processes": processes, "tokens": options.length, **row})
+            print(
+                f"{name:<8}{processes:3d} processes, {options.length:,} tokens: {row['peak_bytes'] / 2**20:6.0f} MiB "
+                f"({alone['peak_bytes'] / row['peak_bytes']:.2f} times less), {row['received_bytes'] / 1e6:7.1f} MB "
+                f"received (formula: {row['formula_bytes'] / 1e6:.1f}), {row['seconds'] / alone['seconds']:.2f} of "
+                "the time",
+                flush=True,
+            )
+    write_result(options.output, result)
+    print(f"saved in {options.output}")
