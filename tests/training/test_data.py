@@ -339,6 +339,9 @@ def test_tokenizing_is_parallel_and_cached(tmp_path, tokenizer):
     assert tokenize(documents, again).cache_files == alone.cache_files != []  # read again, not made again
     other = train_tokenizer(TEXTS, 280)
     assert tokenize(documents, other).cache_files != alone.cache_files
+    again.eos_token = again.pad_token
+    assert tokenize(documents, again)["input_ids"][0][-1] == again.pad_token_id != tokenizer.eos_token_id
+    again.eos_token = tokenizer.eos_token
     blocks = pack(alone, 16)
     assert pack(tokenize(documents, again), 16).cache_files == blocks.cache_files != pack(alone, 17).cache_files
 
