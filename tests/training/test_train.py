@@ -230,8 +230,8 @@ def test_a_run_that_an_explosion_stopped_is_not_finished(train, recipe, tmp_path
 def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     """The run itself is as without; one that was ended in between goes on with the same averages, to the bit."""
     plain, whole, ended = tmp_path / "plain", tmp_path / "whole", tmp_path / "ended"
-    train(recipe(), "--output_dir", plain)
-    file = recipe(averaging={"kind": "ema-warmup", "decay": 0.8})
+    train(recipe(eval_steps=4), "--output_dir", plain)
+    file = recipe(averaging={"kind": "ema-warmup", "decay": 0.8}, eval_steps=4)
     train(file, "--output_dir", whole)
     assert logged(whole) == logged(plain)
     assert_equal_weights(whole, plain)
@@ -251,7 +251,7 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     for name in ("eval_perplexity", "loss_by_position"):
         assert results[name] == without[name]
     logs = [log for log in read_metrics(whole / "metrics.jsonl") if "eval_averaged_perplexity" in log]
-    assert [log["step"] for log in logs] == [8, 16] and logs[-1]["eval_averaged_perplexity"] == averaged
+    assert [log["step"] for log in logs] == [4, 8, 12, 16] and logs[-1]["eval_averaged_perplexity"] == averaged
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert f"| evaluation perplexity with averaged weights | {averaged:.2f} |" in report
     # The figure is that of the folder with the averaged model, which is whole.
