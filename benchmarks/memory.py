@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
@@ -30,28 +30,37 @@ FAMILIES = ("lsgpt", "lsgpt-no-logits", "mhsa")
 """Models of the same shape that are compared with each other and with Transformers' own."""
 
 
-def peak_of_training_step(name: str, length: int, preset: str) -> float:
+def build_model(name: str, length: int, preset: str) -> PreTrainedModel:
     """
-    Returns the peak memory, in bytes, that one forward and backward pass adds.
+    Builds a model to measure.
 
     Args:
         name: One of `GROWTH` or `FAMILIES`, or `"gpt2"` or `"llama"`.
-        length: Number of tokens in the only sequence.
+        length: Number of positions.
         preset: The shape, see `load_shape`; not used for `GROWTH`.
     """
-    torch.manual_seed(0)
     fields = GROWTH.get(name, {"num_global_heads": "all"} if name == "mhsa" else {})
     config = load_shape("paper-v1" if name in GROWTH else preset, max_position_embeddings=length, **fields)
-    options = {"skip_logits": True} if name == "lsgpt-no-logits" else {}
     if name in STOCK:
         config = (llama_config if name == "llama" else gpt2_config)(config)
     model = AutoModelForCausalLM.from_config(config).train()
     model.loss_type = "ForCausalLM"  # GPT-2 uses this one anyway, after a warning
+    return model
+
+
+def peak_of_training_step(name: str, length: int, preset: str) -> float:
+    """
+    Returns the peak memory, in bytes, that one forward and backward pass over `length` tokens adds. For the arguments,
+    see `build_model`.
+    """
+    torch.manual_seed(0)
+    model = build_model(name, length, preset)
+    options = {"skip_logits": True} if name == "lsgpt-no-logits" else {}
 
     def step(input_ids):
         model(input_ids, labels=input_ids, use_cache=False, **options).loss.backward()
 
-    input_ids = torch.randint(config.vocab_size, (1, length))
+    input_ids = torch.randint(model.config.vocab_size, (1, length))
     step(input_ids[:, :2])  # allocates the gradients of the weights
     reset_peak_memory()  # making the model may have taken more than it holds now
     before = peak_memory()

@@ -131,7 +131,12 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lsgpt-no-logits", "mhsa", "llama"])
 def test_memory_of_llamas_blocks(name, tmp_path):
-    """In this process, whose peak is another one: that the model in a folder gives the shape of all of them."""
+    """The model in a folder gives the shape of all of them."""
     fields = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
     load_preset("smollm2-135m", **fields, num_global_heads=[2, 0], sliding_window=20).save_pretrained(tmp_path)
-    assert memory.peak_of_training_step(name, 64, str(tmp_path)) >= 0
+    config = memory.build_model(name, 64, str(tmp_path)).config
+    shape = config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    assert shape == (97, 48, 2, 6) and config.max_position_embeddings == 64
+    assert config.model_type == ("llama" if name == "llama" else "lsgpt")
+    if name != "llama":
+        assert config.num_global_heads_per_layer == ([2, 0] if name == "lsgpt-no-logits" else [6, 6])

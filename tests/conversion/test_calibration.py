@@ -333,6 +333,21 @@ def test_passages_hide_the_key_outside_the_window():
 
 
 @torch.no_grad()
+def test_neither_text_nor_pass_keys_of_the_choice_are_those_of_the_evaluation(grouped_model, tmp_path, monkeypatch):
+    texts = [json.dumps({"text": f"{i} is the square root of {i * i}. " * 9}) for i in range(24)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    seen = []
+
+    def remember(tokenizer, blocks, lengths, window, keys):
+        seen.append(({tuple(block.tolist()) for block in blocks}, set(keys)))
+        return []
+
+    monkeypatch.setattr("lsgpt.conversion.calibration.make_passages", remember)
+    calibrate(grouped_model(vocab_size=258), train_tokenizer([], 258), str(tmp_path / "text.jsonl"), 1, 4)
+    (blocks, keys), (other_blocks, other_keys) = seen
+    assert blocks and keys and blocks.isdisjoint(other_blocks) and keys.isdisjoint(other_keys)
+
+
 def test_recall_is_the_share_of_answer_tokens_that_greedy_text_would_have(tiny_model):
     model, tokenizer = tiny_model(vocab_size=258), train_tokenizer([], vocab_size=258)
     passages = make_passages(tokenizer, [torch.randint(256, (200,)) for _ in range(3)], [180, 200], 20, [12345, 67890])

@@ -37,6 +37,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
     "pad_token_id": 0,
+    "attention_dropout": 0.1,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -97,6 +98,8 @@ def test_logits_and_text(name):
     source = make_source(config_class, **values)
     model = convert_pretrained(source)
     assert model.config.num_parameters() == model.num_parameters() == source.num_parameters()
+    for field in ("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id"):
+        assert getattr(model.config, field) == getattr(source.config, field)
     assert model.model.layers[0].mlp.up_proj.weight.data_ptr() == source.model.layers[0].mlp.up_proj.weight.data_ptr()
 
     ids = torch.randint(4, 97, (2, 90))  # past the 64 positions, where some rotary embeddings change

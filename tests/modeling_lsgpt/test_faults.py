@@ -54,6 +54,19 @@ def test_restored_keys_and_values_go_on(tiny_model):
 
 
 @torch.no_grad()
+def test_a_batch_that_shrinks_leaves_its_buffers(tiny_model):
+    """The first sequence alone is a view of the same memory, at the same place."""
+    model, ids = tiny_model(), torch.randint(97, (2, 21))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :19], past_key_values=cache)
+    model(ids[:, 19:20], past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+    actual = model(ids[:1, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(actual, model(ids[:1]).logits[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_cache_that_is_reset_holds_no_memory(tiny_model):
     model, cache = tiny_model(), DynamicCache(config=tiny_model().config)
     for ids in (torch.randint(97, (1, 20)), torch.tensor([[5]])):

@@ -94,6 +94,6 @@ def test_noisy_labels_run(tmp_path, monkeypatch):
     assert fit["fitted"] == np.mean(predicted[~is_wrong] == labels[~is_wrong])
     assert LABELS.run("e0.5", 42, "micro", tmp_path, ()) == runs["e0.5"][0]
     text = report_of(LABELS, runs, tmp_path / "report")
-    assert (tmp_path / "report" / "accuracy.png").stat().st_size > 1000
+    assert "](accuracy.png)" in text
     assert "| loss | 0% wrong | 50% wrong |" in text and text.count("| `gce` |") == 3
     assert text.count("Verdict: **open**") == 5 and text.count("Verdict: **inconclusive**") == 2  # one seed

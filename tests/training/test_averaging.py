@@ -176,13 +176,22 @@ def test_a_checkpoint_without_its_averages_is_an_error(whole, tmp_path, fault):
         train(gpt2(), output, AveragedWeightsCallback(kind, every_n_steps=2), resume=str(checkpoint))
 
 
-def test_a_checkpoint_is_whole_or_absent(whole):
-    """Nothing is left of the file that was written first."""
+def test_a_checkpoint_is_whole_or_absent(whole, tmp_path, monkeypatch):
+    """Nothing is left of the file that was written first, and of a run that is killed meanwhile nothing else."""
     folder, _, callback = whole
     assert not list(folder.glob("**/*.unfinished"))
     tensors = load_file(folder / "checkpoint-6" / "averaged.safetensors")
     assert {name.partition(".")[0] for name in tensors} == {"average", "ema", "start"}
     assert all(torch.equal(tensors[f"average.{name}"], value) for name, value in callback.averages.items())
+
+    def fail(tensors, file, metadata):
+        Path(file).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("lsgpt.training.averaging.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        train(gpt2(), tmp_path, AveragedWeightsCallback(), save_strategy="steps", save_steps=3)
+    assert [file.name for file in tmp_path.glob("checkpoint-3/averaged*")] == ["averaged.unfinished"]
 
 
 def test_each_training_begins_a_new_average(tmp_path):

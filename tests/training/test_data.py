@@ -1,6 +1,7 @@
 import copy
 import hashlib
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from lsgpt.training import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
-from lsgpt.training.data import Passes, first_characters, load_stdlib
+from lsgpt.training.data import Passes, _is_held_out, first_characters, load_stdlib
 
 
 @pytest.fixture(autouse=True)
@@ -339,8 +340,19 @@ def test_tokenizing_is_parallel_and_cached(tmp_path, tokenizer):
     assert tokenize(documents, again).cache_files == alone.cache_files != []  # read again, not made again
     other = train_tokenizer(TEXTS, 280)
     assert tokenize(documents, other).cache_files != alone.cache_files
+    again.eos_token = again.pad_token
+    assert tokenize(documents, again)["input_ids"][0][-1] == again.pad_token_id != tokenizer.eos_token_id
+    again.eos_token = tokenizer.eos_token
     blocks = pack(alone, 16)
     assert pack(tokenize(documents, again), 16).cache_files == blocks.cache_files != pack(alone, 17).cache_files
+
+
+def test_the_share_that_is_held_out_is_the_percentage():
+    texts = [f"document {i}" for i in range(20_000)]
+    for percentage in (1, 5, 50):
+        held_out = sum(_is_held_out(text, percentage, True) for text in texts)
+        assert held_out == pytest.approx(200 * percentage, abs=4 * math.sqrt(200 * percentage))
+        assert held_out + sum(_is_held_out(text, percentage, False) for text in texts) == len(texts)
 
 
 @pytest.mark.parametrize("respect_boundaries", [False, True])

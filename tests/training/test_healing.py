@@ -397,6 +397,7 @@ def test_lora_is_merged_into_plain_weights(printed_runs, tmp_path, monkeypatch):
 
     # The last checkpoint has the adapters apart: the same model.
     trainer = build_trainer(arguments_of(trainable="lora", output_dir=tmp_path))
+    assert trainer.model.model.layers[0].self_attn.q_proj.scaling == {"default": 2.0}
     trainer._load_from_checkpoint("runs/heal-lora/checkpoint-20")
     monkeypatch.setitem(sys.modules, "peft", None)
     models = [AutoModelForCausalLM.from_pretrained(f"runs/{name}").eval() for name in ("heal-lora", "smollm2-ls")]

@@ -134,9 +134,11 @@ def test_adagc_clips_a_spike(tiny_model, tmp_path, values):
 
 
 def test_adagc_takes_the_arguments_of_the_run(tmp_path):
-    args = TrainingArguments(tmp_path, learning_rate=3e-4, adam_beta2=0.95, adam_epsilon=1e-7, use_cpu=True)
+    values = {"learning_rate": 3e-4, "adam_beta2": 0.95, "adam_epsilon": 1e-7, "max_grad_norm": 0}
+    args = TrainingArguments(tmp_path, use_cpu=True, optim_args="beta=0.9, lambda_abs=2", **values)
     _, kwargs = adagc_optimizer(args, 1.1)
-    assert kwargs == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-7, "lambda_rel": 1.1}
+    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-7, "lambda_rel": 1.1, "beta": 0.9, "lambda_abs": 2.0}
+    assert kwargs == expected
 
 
 SMALL = "{hidden_size: 24, num_hidden_layers: 1, max_position_embeddings: 64, vocab_size: 300}"

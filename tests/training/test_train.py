@@ -117,13 +117,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
         assert results[name] == wanted[name], name
 
 
-def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_path):
-    """Killed after the last checkpoint, with the evaluation and the report still missing."""
+def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_path, monkeypatch):
+    """Killed after the last checkpoint, with the evaluation and the report still missing. It has its tokenizer."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(recipe(), "--output_dir", whole)
     shutil.copytree(whole / "checkpoint-16", killed / "checkpoint-16")
     for file in ("recipe.yaml", "metrics.jsonl"):
         shutil.copy(whole / file, killed)
+    monkeypatch.setattr("lsgpt.training.train.train_tokenizer", None)
     train("--resume_from_checkpoint", killed)
     assert_equal_weights(killed, whole)
     results, wanted = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
@@ -220,13 +221,17 @@ def test_a_run_that_an_explosion_stopped_is_not_finished(train, recipe, tmp_path
     assert (result.outcome, result.stopped_by, result.step) == ("stopped", "on_explosion", 3)
     assert result.tokens == 3 * 2 * 32
     assert "| status | stopped at step 3 by on_explosion |" in (tmp_path / "run" / "report.md").read_text("utf-8")
+    # An average has the weights that QK-clip leaves.
+    file = recipe(config_overrides=wide, on_explosion="clip", averaging={"kind": "ema", "decay": 0.0}, max_steps=2)
+    train(file, "--output_dir", tmp_path / "clipped")
+    assert_equal_weights(tmp_path / "clipped" / "averaged", tmp_path / "clipped")
 
 
 def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     """The run itself is as without; one that was ended in between goes on with the same averages, to the bit."""
     plain, whole, ended = tmp_path / "plain", tmp_path / "whole", tmp_path / "ended"
-    train(recipe(), "--output_dir", plain)
-    file = recipe(averaging={"kind": "ema-warmup", "decay": 0.8})
+    train(recipe(eval_steps=4), "--output_dir", plain)
+    file = recipe(averaging={"kind": "ema-warmup", "decay": 0.8}, eval_steps=4)
     train(file, "--output_dir", whole)
     assert logged(whole) == logged(plain)
     assert_equal_weights(whole, plain)
@@ -246,7 +251,7 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     for name in ("eval_perplexity", "loss_by_position"):
         assert results[name] == without[name]
     logs = [log for log in read_metrics(whole / "metrics.jsonl") if "eval_averaged_perplexity" in log]
-    assert [log["step"] for log in logs] == [8, 16] and logs[-1]["eval_averaged_perplexity"] == averaged
+    assert [log["step"] for log in logs] == [4, 8, 12, 16] and logs[-1]["eval_averaged_perplexity"] == averaged
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert f"| evaluation perplexity with averaged weights | {averaged:.2f} |" in report
     # The figure is that of the folder with the averaged model, which is whole.
@@ -292,6 +297,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
         "config_overrides": {**RECIPE["config_overrides"], "attn_logit_softcapping": 50.0},
         "max_steps": 7,
         "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
     }
     output = train(recipe(**options), "--output_dir", folder)
     assert "on a stream of blocks from 1 file or other shard, read by no data-loader workers, of 32" in output
@@ -489,6 +495,7 @@ def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):
         assert {k: v for k, v in found.items() if k != "eval_loss"} == pytest.approx(
             {k: v for k, v in expected.items() if k != "eval_loss"}, rel=1e-4
         )
+    assert RunResult.read(tmp_path / "runs" / "two").tokens == RunResult.read(tmp_path / "runs" / "one").tokens > 0
     assert "The model continues" in first and "The model continues" not in second
 
 
