@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from lsgpt.utilities import check_gguf, load_complete, read_gguf, refuse_tensors
 
-from .llama import check_llama
+from .decoders import convert_config
 
 
 _LLAMA_TENSORS = {
@@ -48,7 +48,7 @@ def load_gguf(path: str | Path) -> PreTrainedModel:
         raise ValueError(f"the configuration of {str(path)!r} cannot be read: {error}") from error
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # Transformers leaves these out
         setattr(config, f"{ours}_token_id", metadata.get(f"tokenizer.ggml.{theirs}_token_id"))
-    check_llama(config)
+    convert_config(config)
     try:
         return load_complete(path, config=config, dtype=torch.float32)
     except (ValueError, IndexError, RuntimeError) as error:

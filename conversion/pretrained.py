@@ -21,16 +21,16 @@ from transformers.utils import logging
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.utilities import load_complete
 
+from .decoders import NORM_TYPES, convert_config, convert_decoder
 from .gguf import load_gguf, load_gguf_tokenizer, read_gguf_origin
 from .gpt2 import check_gpt2, convert_gpt2
-from .llama import MODEL_TYPES, check_llama, convert_llama
 
 
 logger = logging.get_logger(__name__)
 
 _CONVERTERS: dict[str, tuple[Callable, Callable]] = {
     "gpt2": (check_gpt2, convert_gpt2),
-    **dict.fromkeys(MODEL_TYPES, (check_llama, convert_llama)),
+    **dict.fromkeys(NORM_TYPES, (convert_config, convert_decoder)),
 }
 
 # Every checkpoint with a tokenizer has one of these files.
