@@ -1,4 +1,4 @@
-"""The Llama family: converted, small random models compute what Transformers computes with them."""
+"""Decoders with Llama's blocks: converted, small random models compute what Transformers computes with them."""
 
 import json
 import shutil
@@ -12,8 +12,13 @@ from huggingface_hub.repocard import metadata_load
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -54,6 +59,16 @@ LONGROPE = {
     "factor": 2.0,
 }
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,  # what logits are divided by is not the heads' width
+    "sliding_window": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "initializer_range": 0.05,  # for varied text
+}
+
 SOURCES = {
     "Llama 3": (LlamaConfig, {"rope_parameters": LLAMA3}),
     "Llama, tied": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0}}),
@@ -63,13 +78,46 @@ SOURCES = {
     "Llama, long": (LlamaConfig, {"rope_parameters": LONGROPE}),
     "Mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None, "num_key_value_heads": 3}),
     "Mistral, harmless window": (MistralConfig, {"sliding_window": 100, "hidden_act": "gelu"}),
+    "Mistral, window": (MistralConfig, {"sliding_window": 8}),
     "Qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "Qwen2, YaRN": (
-        Qwen2Config,
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
-    ),
+    "Qwen2, YaRN": (Qwen2Config, {"rope_parameters": YARN}),
+    "Qwen2, windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "Qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "Qwen3 with biases": (Qwen3Config, {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 6}),
+    "OLMo-2": (Olmo2Config, {"attention_bias": True}),
+    "OLMo-3": (
+        Olmo3Config,
+        {"sliding_window": 8, "num_hidden_layers": 4, "rope_parameters": {"full_attention": YARN}},
+    ),
+    "OLMo-3, one rotation": (Olmo3Config, {"sliding_window": 64, "num_hidden_layers": 4}),
+    "Gemma 2": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "Gemma 2 with biases, untied": (
+        Gemma2Config,
+        {**GEMMA, "attention_bias": True, "tie_word_embeddings": False, "query_pre_attn_scalar": 16},
+    ),
+    "Gemma 3": (
+        Gemma3TextConfig,
+        {
+            **GEMMA,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 0.1,  # which Gemma 3 ignores
+        },
+    ),
+    "Gemma 3, harmless window": (Gemma3TextConfig, {**GEMMA, "sliding_window": 100}),
+    "Phi-3": (Phi3Config, {"resid_pdrop": 0.1, "tie_word_embeddings": True}),
+    "Phi-3, window": (Phi3Config, {"sliding_window": 8}),
+    "Phi-3, long": (
+        Phi3Config,
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0},
+            "original_max_position_embeddings": 80,
+            "max_position_embeddings": 128,
+        },
+    ),
 }
 
 
@@ -97,13 +145,19 @@ def test_logits_and_text(name):
     source = make_source(config_class, **values)
     model = convert_pretrained(source)
     assert model.config.num_parameters() == model.num_parameters() == source.num_parameters()
-    assert model.model.layers[0].mlp.up_proj.weight.data_ptr() == source.model.layers[0].mlp.up_proj.weight.data_ptr()
+    ours, theirs = (m.model.layers[-1].mlp.down_proj.weight for m in (model, source))
+    assert ours.data_ptr() == theirs.data_ptr()
 
     ids = torch.randint(4, 97, (2, 90))  # past the 64 positions, where some rotary embeddings change
     assert relative_error(model, source, ids) <= 1e-5
     mask = torch.ones_like(ids)
     mask[0, :30] = 0
     assert relative_error(model, source, ids, attention_mask=mask) <= 1e-5
+    actual, expected = (
+        torch.autograd.grad(m(input_ids=ids, labels=ids).loss, m.model.layers[0].mlp.down_proj.weight)[0]
+        for m in (model, source)
+    )
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
     inputs = {"input_ids": ids[:, :45], "attention_mask": mask[:, :45], "do_sample": False, "max_new_tokens": 24}
     actual, expected = (m.generate(**inputs, eos_token_id=None) for m in (model, source))
@@ -182,13 +236,17 @@ def test_converted_from_memory_it_computes_what_it_does_from_a_folder(llama, tmp
 @pytest.mark.parametrize(
     ("config_class", "values", "message"),
     [
-        (MistralConfig, {"sliding_window": 32}, "`sliding_window` of a mistral model to convert must be unset, or at"),
+        (MistralConfig, {"sliding_window": 1}, "`sliding_window` of a mistral model to convert must be at least 2"),
         (
-            Qwen2Config,
-            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
-            "`max_position_embeddings` is 64; got 32",
+            Gemma2Config,
+            {**GEMMA, "use_bidirectional_attention": True},
+            "`use_bidirectional_attention` of a gemma2 mod",
         ),
-        (Qwen3Config, {"layer_types": ["full_attention", "sliding_attention"]}, "`sliding_window` of a qwen3 model"),
+        (
+            Phi3Config,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+            "`partial_rotary_factor` of a phi3 model to convert must be 1, because LSGPT rotates whole heads",
+        ),
         (LlamaConfig, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of a llama model to convert must be 1"),
         (LlamaConfig, {"rope_parameters": {"rope_type": "spiral"}}, "`rope_type` of a llama model.*got 'spiral'"),
         (
