@@ -8,9 +8,11 @@ from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.training.arguments import looks_like_a_path
 
 from .calibration import Calibration, calibrate, write_report
+from .decoders import NORM_TYPES
 from .heads import with_global_heads
 from .nanogpt import load_nanogpt
-from .pretrained import convert_pretrained, load_pretrained, load_tokenizer, read_origin, write_origin
+from .pretrained import convert_pretrained, load_config, load_pretrained, load_tokenizer, read_origin, write_origin
+from .shards import convert_shards
 
 
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
@@ -59,7 +61,8 @@ def convert(
     if len(absent) in (1, 2):
         raise ValueError(f"{', '.join(wanted)} must be given together; missing: {', '.join(absent)}")
 
-    pretrained = tokenizer = calibration = None
+    pretrained = tokenizer = origin = calibration = None
+    is_saved = False
     path = Path(source)
     if path.is_file() and path.suffix != ".gguf":
         if text is not None:
@@ -73,9 +76,16 @@ def convert(
     elif looks_like_a_path(source) and not path.exists():
         raise ValueError(f"there is no model {source!r}: no such file or folder")
     else:
-        pretrained = load_pretrained(source)
-        model, tokenizer, origin = convert_pretrained(pretrained), load_tokenizer(source), read_origin(source)
-    for name, parameter in model.named_parameters():
+        source_config = None if path.suffix == ".gguf" else load_config(source)
+        tokenizer, origin = load_tokenizer(source), read_origin(source)
+        model = None
+        if text is None and source_config is not None and source_config.model_type in NORM_TYPES:
+            model = convert_shards(source, source_config, folder)
+        is_saved = model is not None
+        if model is None:
+            pretrained = load_pretrained(source)
+            model = convert_pretrained(pretrained)
+    for name, parameter in [] if is_saved else model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")
     if text is not None:
@@ -90,10 +100,11 @@ def convert(
 
     if pretrained is not None:
         model.generation_config = pretrained.generation_config
-    model.save_pretrained(folder)
+    if not is_saved:
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    if pretrained is not None:
+    if origin is not None:
         write_origin(source, folder, origin)
     if calibration is not None:
         write_report(folder, source, text, calibration, model.config)

@@ -4,8 +4,8 @@ Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
 """
 
 import math
-from collections.abc import Callable
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def causal_lm_loss(
     hidden_states: torch.Tensor,
-    lm_head: Callable,
+    lm_head: Any,
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
@@ -225,7 +225,7 @@ def _summed_loss(
     return penalty + divergence.where(targets != ignore_index, 0.0).sum()
 
 
-def _is_plain_matrix(lm_head: Callable, device: torch.device) -> bool:
+def _is_plain_matrix(lm_head: Any, device: torch.device) -> bool:
     """Whether calling `lm_head` only multiplies by its weight, and the whole weight is available on `device`."""
     if type(lm_head) not in (nn.Linear, SplitLinear):  # an adapter, a quantised layer
         return False
