@@ -1,11 +1,12 @@
 """Utilities shared by several packages: wording of messages and tables, the summary of a model, and loading."""
 
 from .loading import check_gguf, load_complete, read_gguf, refuse_tensors
-from .model_summary import VLLM_ROPE_TYPES, compare_costs, describe, has_sinks, runs_on_vllm
+from .model_summary import SERVED_VALUES, VLLM_ROPE_TYPES, compare_costs, describe, has_sinks, runs_on_vllm
 from .wording import format_duration, suggest, table, with_unit
 
 
 __all__ = [
+    "SERVED_VALUES",
     "VLLM_ROPE_TYPES",
     "check_gguf",
     "compare_costs",

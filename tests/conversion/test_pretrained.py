@@ -389,6 +389,7 @@ def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):
         (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 777.0}}),
         (Qwen2Config, {}),
         (Qwen3Config, {"head_dim": 128}),  # what Transformers takes for granted
+        (Phi3Config, {"tie_word_embeddings": True}),
     ],
 )
 def test_gguf(config_class, values, tmp_path, capsys):
@@ -400,7 +401,7 @@ def test_gguf(config_class, values, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.float32
     assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
-    assert model.config.tie_word_embeddings == values.get("tie_word_embeddings", False)
+    assert model.config.tie_word_embeddings == source.config.tie_word_embeddings
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "to be  12 question<|endoftext|>or not"
@@ -422,6 +423,47 @@ def test_gguf(config_class, values, tmp_path, capsys):
 )
 def test_refused_gguf(metadata, tensors, message, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", make_source(), tensors=tensors, **metadata)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3TextConfig])
+def test_gguf_of_gemma(config_class, tmp_path):
+    """Without its tokenizer, which is of another kind than the others'."""
+    source = make_source(config_class, head_dim=256, sliding_window=8, num_hidden_layers=6)
+    write_gguf(tmp_path / "tiny.gguf", source)
+    model, _ = convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
+    assert 0 in model.config.num_global_heads and model.config.sliding_window == 8
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "metadata", "message"),
+    [
+        (Gemma2Config, {"head_dim": 16}, {}, "`gemma2.attention.key_length` of a GGUF file must be 256, .* got 16"),
+        (
+            Gemma3TextConfig,
+            {"head_dim": 256},
+            {"gemma3__rope__scaling__type": "linear"},
+            "`gemma3.rope.scaling.type` of a GGUF file must be unset, because Transformers does not read it",
+        ),
+        (
+            Gemma2Config,
+            {"head_dim": 256},
+            {"gemma2__attn_logit_softcapping": 20},
+            "softcapping` .* must be unset.* 20",
+        ),
+        (
+            Phi3Config,
+            {},
+            {"phi3__rope__dimension_count": 6},
+            "`phi3.rope.dimension_count` .* rotates whole heads; got 6",
+        ),
+        (Phi3Config, {}, {"phi3__attention__sliding_window": 32}, "`phi3.attention.sliding_window`.*got 32"),
+    ],
+)
+def test_refused_gguf_of_other_architectures(config_class, values, metadata, message, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", make_source(config_class, **values), **metadata)
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path / "tiny.gguf")
 
