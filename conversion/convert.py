@@ -28,8 +28,8 @@ def convert(
     max_blocks: int = 16,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
-    Converts a checkpoint of nanoGPT, the paper's code, GPT-2, Llama, Mistral, Qwen2 or Qwen3 to an LSGPT checkpoint
-    with the same weights and logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
+    Converts a checkpoint of nanoGPT, the paper's code, GPT-2 or a decoder with Llama's blocks (see `decoders`) to an
+    LSGPT checkpoint with the same logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
     generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
     With a text, all but `global_kv_heads` heads become local and get sinks: those whose output changes least. The
@@ -46,7 +46,8 @@ def convert(
         balance: See `choose_global_heads`.
 
     Returns:
-        The converted model, and the calibration, if there is a `text`.
+        The converted model, and the calibration, if there is a `text`. The weights of a model that was converted
+        tensor by tensor (see `convert_shards`) are read from the new files when they are used.
 
     Raises:
         ValueError: If the source is none of these, LSGPT cannot express it, or its weights are not finite; if the
@@ -92,6 +93,12 @@ def convert(
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(
                 f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
+            )
+        if 0 in model.config.num_global_heads_per_layer:
+            raise ValueError(
+                f"`text` (`--calibrate`) must be unset for a model with layers that have a window, such as {source!r}, "
+                "because their heads would be measured as if they had none. Convert it without, and make heads of its "
+                "other layers local with `with_global_heads`"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import lsgpt_cli
-from lsgpt.conversion import convert, convert_pretrained, load_pretrained, shards
+from lsgpt.conversion import convert, convert_pretrained, load_pretrained, shards, with_global_heads
 from lsgpt.model_cards import make_card
 from lsgpt.training import train_tokenizer
 
@@ -182,6 +182,40 @@ def test_what_a_conversion_must_get_right_shows_in_the_logits():
         wrong = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, **values})).eval()
         wrong.load_state_dict(source.state_dict())
         assert relative_error(model, wrong, ids) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["OLMo-2", "Gemma 2", "Gemma 3"])
+def test_local_heads_in_layers_without_a_window(name):
+    """A text of the window's length shows nothing but whether everything that belongs to a head moves with it."""
+    config_class, values = SOURCES[name]
+    source = make_source(config_class, **values)
+    whole = convert_pretrained(source)
+    counts = whole.config.num_global_heads_per_layer
+    model = with_global_heads(whole, [[1] if count else [] for count in counts], window=8)
+    assert model.config.num_global_heads_per_layer == [3 if count else 0 for count in counts]
+    assert relative_error(model, source, torch.randint(4, 97, (2, 8))) <= 1e-5
+    assert relative_error(model, source, torch.randint(4, 97, (2, 30))) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "message"),
+    [
+        ([[], [], [0]], 9, "`window` must be 8, as in the layers"),
+        ([[], [1], [0]], 8, r"`global_kv_heads` must be empty for layer 1, whose heads have a window; got \[1\]"),
+        ([[], [], []], 8, "`global_kv_heads` must have at least one head for layer 2, .* another rotary embedding"),
+    ],
+)
+def test_windows_of_layers_stay(heads, window, message):
+    model = convert_pretrained(make_source(Gemma3TextConfig, **GEMMA))
+    with pytest.raises(ValueError, match=message):
+        with_global_heads(model, heads, window)
+
+
+def test_heads_of_models_with_windows_are_not_measured(tmp_path):
+    make_source(Gemma2Config, **GEMMA, vocab_size=300).save_pretrained(tmp_path / "source")
+    make_tokenizer().save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"`text` .* must be unset for a model with layers that have a window"):
+        convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
 
 
 def make_tokenizer():
