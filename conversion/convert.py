@@ -96,9 +96,9 @@ def convert(
             )
         if 0 in model.config.num_global_heads_per_layer:
             raise ValueError(
-                f"`text` (`--calibrate`) must be unset for a model with layers that have a window, such as {source!r}, "
-                "because their heads would be measured as if they had none. Convert it without, and make heads of its "
-                "other layers local with `with_global_heads`"
+                f"`text` (`--calibrate`) must be unset for a model with layers that have a window, such as {source!r}: "
+                "their heads would be measured as if they had none. Convert it without, and make heads of its other "
+                "layers local with `with_global_heads`"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)

@@ -82,8 +82,8 @@ def with_global_heads(
         sinks: Sinks for all heads; only those of local heads are used. A model trained with local heads needs none.
 
     Raises:
-        ValueError: If layers of the model have both kinds of heads, or lack some of the heads; if the window is below 2,
-            or is not that of the layers with local heads; if there are such layers, and sinks.
+        ValueError: If layers of the model have both kinds of heads, or lack some of the heads; if the window is below
+            2, or is not that of the layers with local heads; if there are such layers, and sinks.
     """
     if set(model.config.num_global_heads_per_layer) != {0, model.config.num_attention_heads}:
         _check_all_global(model)
