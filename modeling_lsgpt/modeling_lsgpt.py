@@ -64,11 +64,10 @@ class LSGPTMLP(nn.Module):
     def __init__(self, config: LSGPTConfig):
         super().__init__()
         bias = config.has_bias("mlp")
-        self.gate_proj = None
-        if config.gated_mlp:
-            self.gate_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = make_linear(config.intermediate_size, config.hidden_size, bias=bias)
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj = make_linear(*sizes, bias=bias) if config.gated_mlp else None
+        self.up_proj = make_linear(*sizes, bias=bias)
+        self.down_proj = make_linear(*reversed(sizes), bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -644,8 +643,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 
         logits = loss = None
         if has_own_loss:
-            is_linear = self.config.final_logit_softcapping is None
-            head = self.lm_head if is_linear else self.compute_logits
+            head = self.lm_head if self.config.final_logit_softcapping is None else self.compute_logits
             loss = causal_lm_loss(hidden_states, head, labels, teacher_logits=teacher_logits, **kwargs)
         else:
             logits = self.compute_logits(hidden_states)
