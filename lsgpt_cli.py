@@ -116,10 +116,11 @@ def _make_parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser(
         "convert",
-        help="convert a Llama, Mistral, Qwen, GPT-2, nanoGPT or paper checkpoint to LSGPT",
+        help="convert a Llama, Mistral, Qwen, OLMo, Gemma, Phi-3, GPT-2, nanoGPT or paper checkpoint to LSGPT",
         description="Convert another model's checkpoint to an LSGPT checkpoint with the same logits: Llama, Mistral, "
-        "Qwen2, Qwen3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat template and generation configuration are "
-        "carried over. Heads of a pretrained model can be made local: those whose output changes least on your text.",
+        "Qwen2, Qwen3, OLMo-2, OLMo-3, Gemma 2, Gemma 3, Phi-3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat "
+        "template and generation configuration are carried over. Heads of a pretrained model can be made local: those "
+        "whose output changes least on your text.",
         allow_abbrev=False,
     )
     convert.add_argument(

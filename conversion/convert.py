@@ -8,9 +8,11 @@ from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.utilities import looks_like_a_path
 
 from .calibration import Calibration, calibrate, write_report
+from .decoders import NORM_TYPES
 from .heads import with_global_heads
 from .nanogpt import load_nanogpt
-from .pretrained import convert_pretrained, load_pretrained, load_tokenizer, read_origin, write_origin
+from .pretrained import convert_pretrained, load_config, load_pretrained, load_tokenizer, read_origin, write_origin
+from .shards import convert_shards
 
 
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
@@ -26,8 +28,8 @@ def convert(
     max_blocks: int = 16,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
-    Converts a checkpoint of nanoGPT, the paper's code, GPT-2, Llama, Mistral, Qwen2 or Qwen3 to an LSGPT checkpoint
-    with the same weights and logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
+    Converts a checkpoint of nanoGPT, the paper's code, GPT-2 or a decoder with Llama's blocks (see `decoders`) to an
+    LSGPT checkpoint with the same logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
     generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
     With a text, all but `global_kv_heads` heads become local and get sinks: those whose output changes least. The
@@ -44,7 +46,8 @@ def convert(
         balance: See `choose_global_heads`.
 
     Returns:
-        The converted model, and the calibration, if there is a `text`.
+        The converted model, and the calibration, if there is a `text`. The weights of a model that was converted
+        tensor by tensor (see `convert_shards`) are read from the new files when they are used.
 
     Raises:
         ValueError: If the source is none of these, LSGPT cannot express it, or its weights are not finite; if the
@@ -59,7 +62,8 @@ def convert(
     if len(absent) in (1, 2):
         raise ValueError(f"{', '.join(wanted)} must be given together; missing: {', '.join(absent)}")
 
-    pretrained = tokenizer = calibration = None
+    pretrained = tokenizer = origin = calibration = None
+    is_saved = False
     path = Path(source)
     if path.is_file() and path.suffix != ".gguf":
         if text is not None:
@@ -73,15 +77,28 @@ def convert(
     elif looks_like_a_path(source) and not path.exists():
         raise ValueError(f"there is no model {source!r}: no such file or folder")
     else:
-        pretrained = load_pretrained(source)
-        model, tokenizer, origin = convert_pretrained(pretrained), load_tokenizer(source), read_origin(source)
-    for name, parameter in model.named_parameters():
+        source_config = None if path.suffix == ".gguf" else load_config(source)
+        tokenizer, origin = load_tokenizer(source), read_origin(source)
+        model = None
+        if text is None and source_config is not None and source_config.model_type in NORM_TYPES:
+            model = convert_shards(source, source_config, folder)
+        is_saved = model is not None
+        if model is None:
+            pretrained = load_pretrained(source)
+            model = convert_pretrained(pretrained)
+    for name, parameter in [] if is_saved else model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")
     if text is not None:
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(
                 f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
+            )
+        if 0 in model.config.num_global_heads_per_layer:
+            raise ValueError(
+                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their heads "
+                f"would be measured as if they had none; got {text!r}. Convert it without, and make heads of its other "
+                "layers local with `with_global_heads`"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)
@@ -90,10 +107,11 @@ def convert(
 
     if pretrained is not None:
         model.generation_config = pretrained.generation_config
-    model.save_pretrained(folder)
+    if not is_saved:
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    if pretrained is not None:
+    if origin is not None:
         write_origin(source, folder, origin)
     if calibration is not None:
         write_report(folder, source, text, calibration, model.config)

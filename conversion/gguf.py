@@ -1,4 +1,4 @@
-"""Loads Llama-family models from llama.cpp's GGUF files, and refuses what Transformers would silently leave out."""
+"""Loads models from llama.cpp's GGUF files, and refuses what Transformers would silently leave out."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from lsgpt.utilities import check_gguf, load_complete, read_gguf, refuse_tensors
 
-from .llama import check_llama
+from .decoders import convert_config
 
 
 _LLAMA_TENSORS = {
@@ -17,10 +17,14 @@ _LLAMA_TENSORS = {
     *(f"blk.N.attn_{name}.weight" for name in ("norm", "q", "k", "v", "output")),
     *(f"blk.N.ffn_{name}.weight" for name in ("norm", "gate", "up", "down")),
 }
+_GEMMA_NORMS = {"blk.N.post_attention_norm.weight", "blk.N.post_ffw_norm.weight"}
 _TENSORS = {
     "llama": _LLAMA_TENSORS,  # Mistral's too
     "qwen2": _LLAMA_TENSORS | {"blk.N.attn_q.bias", "blk.N.attn_k.bias", "blk.N.attn_v.bias"},
     "qwen3": _LLAMA_TENSORS | {"blk.N.attn_q_norm.weight", "blk.N.attn_k_norm.weight"},
+    "gemma2": _LLAMA_TENSORS | _GEMMA_NORMS,
+    "gemma3": _LLAMA_TENSORS | _GEMMA_NORMS | {"blk.N.attn_q_norm.weight", "blk.N.attn_k_norm.weight"},
+    "phi3": _LLAMA_TENSORS | {"blk.N.attn_qkv.weight"},
 }
 """The names of the tensors that Transformers reads, by architecture."""
 
@@ -48,7 +52,7 @@ def load_gguf(path: str | Path) -> PreTrainedModel:
         raise ValueError(f"the configuration of {str(path)!r} cannot be read: {error}") from error
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # Transformers leaves these out
         setattr(config, f"{ours}_token_id", metadata.get(f"tokenizer.ggml.{theirs}_token_id"))
-    check_llama(config)
+    convert_config(config)
     try:
         return load_complete(path, config=config, dtype=torch.float32)
     except (ValueError, IndexError, RuntimeError) as error:
@@ -85,5 +89,13 @@ def _check(metadata: dict, tensors: tuple[str, ...]):
             f"got {architecture!r}"
         )
     check_gguf(metadata, tensors)
+    rotated, heads = (
+        metadata.get(f"{architecture}.{name}") for name in ("rope.dimension_count", "attention.head_count")
+    )
+    if architecture == "phi3" and rotated not in (None, metadata["phi3.embedding_length"] // heads):
+        raise ValueError(
+            "`phi3.rope.dimension_count` of a GGUF file to convert must be the width of its heads, because LSGPT "
+            f"rotates whole heads; got {rotated}"
+        )
     known = _TENSORS[architecture]
     refuse_tensors([], [name for name in tensors if re.sub(r"^blk\.\d+", "blk.N", name) not in known], [])

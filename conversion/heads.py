@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from tqdm.auto import tqdm
 
-from lsgpt.modeling_lsgpt import GLOBAL, LSGPTAttention, LSGPTForCausalLM, Visibility, attention_layers
+from lsgpt.modeling_lsgpt import (
+    GLOBAL,
+    LOCAL,
+    LSGPTAttention,
+    LSGPTConfig,
+    LSGPTForCausalLM,
+    Visibility,
+    attention_layers,
+)
 
 from .weights import model_from_weights
 
@@ -67,17 +75,20 @@ def with_global_heads(
     hides and what the sinks put in its place.
 
     Args:
-        model: A model whose heads are all global. It is not changed, and the new model shares all tensors that are
-            equal.
+        model: A model whose layers have only global heads, or only local ones, which stay local. It is not changed,
+            and the new model shares all tensors that are equal.
         global_kv_heads: For each layer, the key/value heads that stay global, with all query heads that they serve.
         window: Number of keys that a query of a local head sees, including its own.
         sinks: Sinks for all heads; only those of local heads are used. A model trained with local heads needs none.
 
     Raises:
-        ValueError: If the model has local heads, lacks some of the heads, or the window is below 2.
+        ValueError: If layers of the model have both kinds of heads, or lack some of the heads; if the window is below
+            2, or is not that of the layers with local heads; if there are such layers, and sinks.
     """
-    _check_all_global(model)
+    if set(model.config.num_global_heads_per_layer) != {0, model.config.num_attention_heads}:
+        _check_all_global(model)
     config, weights = copy.deepcopy(model.config), model.state_dict()
+    _check_windowed_layers(config, global_kv_heads, window, sinks)
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     query_heads = torch.arange(num_heads).view(num_kv_heads, -1)  # `(H_kv, G)`
     for layer, chosen in enumerate(global_kv_heads):
@@ -97,9 +108,11 @@ def with_global_heads(
             weights[f"{prefix}o_proj.bias"] = (bias + weights.get(f"{prefix}o_proj.bias", 0)).to(weight.dtype)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
-        # Norms of queries and keys are shared by all heads, and the output projection's bias does not belong to heads.
+        # The output projection's bias does not belong to heads.
         orders = {"q": q_order, "k": kv_order, "v": kv_order}
         permuted = {f"{x}_proj.{kind}": (0, order) for x, order in orders.items() for kind in ("weight", "bias")}
+        if config.qk_norm == "all_heads":  # otherwise these norms are shared by all heads
+            permuted |= {"q_norm.weight": (0, q_order), "k_norm.weight": (0, kv_order)}
         for name, (dim, order) in {**permuted, "o_proj.weight": (1, q_order)}.items():
             if prefix + name in weights:
                 heads = weights[prefix + name].unflatten(dim, (len(order), config.head_dim))
@@ -275,6 +288,29 @@ def _attend(
     logits = logits.masked_fill(~visibility.dense(), -torch.inf)
     lse = logits.logsumexp(-1, keepdim=True)
     return ((logits - lse).exp() @ value).flatten(0, 1), lse[..., 0].flatten(0, 1)
+
+
+def _check_windowed_layers(
+    config: LSGPTConfig, global_kv_heads: Sequence[Sequence[int]], window: int, sinks: Sinks | None
+):
+    """Raises `ValueError` for what cannot be done to a model some of whose layers have a window already."""
+    is_windowed = [count == 0 for count in config.num_global_heads_per_layer]
+    if any(is_windowed) and window != config.sliding_window:
+        raise ValueError(
+            f"`window` must be {config.sliding_window}, as in the layers of the model that have a window; got {window}"
+        )
+    if any(is_windowed) and sinks is not None:
+        raise ValueError("`sinks` must be None for a model with layers that have a window, which are to get none")
+    for layer, (stays_local, chosen) in enumerate(zip(is_windowed, global_kv_heads)):
+        if stays_local and chosen:
+            raise ValueError(
+                f"`global_kv_heads` must be empty for layer {layer}, whose heads have a window; got {list(chosen)}"
+            )
+        if not (stays_local or chosen) and LOCAL in (config.rope_parameters or {}):
+            raise ValueError(
+                f"`global_kv_heads` must have at least one head for layer {layer}, because the layers without global "
+                "heads have another rotary embedding; got none"
+            )
 
 
 def _check_all_global(model: LSGPTForCausalLM):

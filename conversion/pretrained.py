@@ -21,16 +21,27 @@ from transformers.utils import logging
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.utilities import load_complete
 
+from .decoders import NORM_TYPES, convert_config, convert_decoder
 from .gguf import load_gguf, load_gguf_tokenizer, read_gguf_origin
 from .gpt2 import check_gpt2, convert_gpt2
-from .llama import MODEL_TYPES, check_llama, convert_llama
 
 
 logger = logging.get_logger(__name__)
 
+_MOE = "its MLPs are mixtures of experts, and those of LSGPT are dense"
+
+# What LSGPT cannot express, with the reason.
+_REFUSED = {
+    **dict.fromkeys(("gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"), _MOE),
+    "gemma3": "it also reads images. Save its language model on its own: load it with Transformers' "
+    "`Gemma3ForConditionalGeneration`, and save a `Gemma3ForCausalLM` with its `model.language_model` and `lm_head`",
+    "gemma3n": "its layers have embeddings of their own",
+    "gemma4": "its heads differ in width between layers",
+}
+
 _CONVERTERS: dict[str, tuple[Callable, Callable]] = {
     "gpt2": (check_gpt2, convert_gpt2),
-    **dict.fromkeys(MODEL_TYPES, (check_llama, convert_llama)),
+    **dict.fromkeys(NORM_TYPES, (convert_config, convert_decoder)),
 }
 
 # Every checkpoint with a tokenizer has one of these files.
@@ -51,11 +62,29 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     """
     if _is_gguf(source):
         return load_gguf(source)
+    config = load_config(source)
+    try:
+        return load_complete(source, may_have_more=False, config=config)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {error}") from error
+
+
+def load_config(source: str | Path) -> PreTrainedConfig:
+    """
+    Loads the configuration of a model from its folder or by its name on the Hub.
+
+    Raises:
+        ValueError: If it is another kind of model, or LSGPT cannot express it; the message names the reason.
+    """
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
         raise ValueError(f"there is no model {str(source)!r}: {error}") from error
     kind = values.get("model_type")
+    if kind in _REFUSED:
+        raise ValueError(
+            f"{str(source)!r} is of the model type {kind!r}, which LSGPT cannot express: {_REFUSED[kind]}"
+        )
     if kind not in _CONVERTERS:
         found = f"is of the model type {kind!r}" if kind else "has no config.json that names a model type"
         if not kind and Path(source).is_dir() and any(Path(source).glob("*.gguf")):
@@ -76,18 +105,16 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     except (ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"the configuration of {str(source)!r} cannot be read: {error}") from error
     check(config)
-    try:
-        return load_complete(source, may_have_more=False, config=config)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {error}") from error
+    return config
 
 
 def convert_pretrained(model: PreTrainedModel) -> LSGPTForCausalLM:
     """
-    Converts a model to an LSGPT model with the same logits and dtype, and with all heads global.
+    Converts a model to an LSGPT model with the same logits and dtype. Heads with a sliding window stay local, and all
+    others are global.
 
     Args:
-        model: GPT-2, Llama, Mistral, Qwen2 or Qwen3 with its language-modelling head.
+        model: GPT-2 or a model of one of the types in `decoders.NORM_TYPES`, with its language-modelling head.
 
     Raises:
         ValueError: If it is another model, or LSGPT cannot express its configuration.

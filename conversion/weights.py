@@ -18,9 +18,12 @@ def model_from_weights(config: LSGPTConfig, weights: dict[str, torch.Tensor]) ->
     """Builds a model, in evaluation mode, that uses the tensors of a state dict without copying them."""
     with torch.device("meta"):  # avoids initializing weights, and a second copy in memory
         model = LSGPTForCausalLM(config)
+    if config.tie_word_embeddings:
+        weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     model.load_state_dict(weights, assign=True)
-    if model.model.rotary_emb is not None:  # its frequencies are not in the state dict
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    for name in ("rotary_emb", "local_rotary_emb"):  # whose frequencies are not in the state dict
+        if (rotary := getattr(model.model, name)) is not None:
+            setattr(model.model, name, type(rotary)(rotary.config))
     model.tie_weights()
     return model.eval()
 

@@ -47,7 +47,7 @@ HEAD_KINDS = {GLOBAL: HeadKind(GLOBAL), LOCAL: HeadKind(LOCAL, has_window=True, 
 
 POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
 
-NORM_TYPES = ("layer_norm", "rms_norm")
+NORM_TYPES = ("layer_norm", "rms_norm", "rms_norm_after", "rms_norm_around")
 
 PARTS_WITH_BIAS = ("qkv_proj", "o_proj", "mlp", "norm")
 """Parts that `use_bias` can list: query, key and value projections; attention output projection; MLPs; layer norms."""
@@ -63,26 +63,10 @@ AUTO_MAP = {
 
 # Keyword arguments that are not fields but have a meaning in Transformers.
 _TRANSFORMERS_KWARGS = {
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_experts_implementation_internal",
-    "_name_or_path",
-    "attn_implementation",
-    "auto_map",
-    "classifier_dropout",
-    "experts_implementation",
-    "hidden_dropout",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "quantization_config",
-    "rope_scaling",
-    "rope_theta",
-    "tie_last_hidden_states",
-    "torch_dtype",
-    "transformers_weights",
+    *("_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal", "_name_or_path"),
+    *("attn_implementation", "auto_map", "classifier_dropout", "experts_implementation", "hidden_dropout"),
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "quantization_config"),
+    *("rope_scaling", "rope_theta", "tie_last_hidden_states", "torch_dtype", "transformers_weights"),
     *GenerationConfig._get_default_generation_params(),
 }
 
@@ -122,11 +106,16 @@ class LSGPTConfig(PreTrainedConfig):
             unscaled, with amplitude 1), `"rope"` rotates queries and keys, and with `"none"` only the causal mask
             conveys the order.
         rope_parameters (`dict`, *optional*): Parameters of rotary embeddings, as in Transformers; only with `"rope"`.
-        norm_type (`str`): Type of the norms over the residual stream, `"layer_norm"` or `"rms_norm"`.
+            With the keys `"full_attention"` and `"sliding_attention"`, layers without global heads have their own.
+        norm_type (`str`): Type of the norms before attention, MLP and output: `"layer_norm"` or `"rms_norm"`.
+            `"rms_norm_after"` norms what attention and MLP add to the residual stream instead of what they read, as in
+            OLMo-2; `"rms_norm_around"` both, as in Gemma 3.
         use_bias (`bool` or `list[str]`): Whether linear layers and layer norms have biases; or a list of the parts
             that have them, out of `"qkv_proj"` (queries, keys and values), `"o_proj"`, `"mlp"` and `"norm"`.
-        qk_norm (`bool`): Whether each head's queries and keys go through an RMSNorm (before rotary embeddings).
+        qk_norm (`bool` or `str`): Whether each head's queries and keys go through an RMSNorm (before rotary
+            embeddings); with `"all_heads"`, one norm goes over the queries of all heads, and one over their keys.
         attn_logit_softcapping (`float`, *optional*): If set to `c`, the logits `z` become `c * tanh(z / c)`.
+        final_logit_softcapping (`float`, *optional*): The same for the logits of the vocabulary.
         attention_dropout (`float`): Dropout of the attention weights.
         resid_dropout (`float`): Dropout of each branch before it is added to the residual stream.
         embd_dropout (`float`): Dropout of the embeddings.
@@ -168,8 +157,9 @@ class LSGPTConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     norm_type: str = "layer_norm"
     use_bias: bool | list[str] = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     attn_logit_softcapping: float | int | None = None
+    final_logit_softcapping: float | int | None = None
     attention_dropout: float | int = 0.0
     resid_dropout: float | int = 0.0
     embd_dropout: float | int = 0.0
@@ -225,16 +215,14 @@ class LSGPTConfig(PreTrainedConfig):
             if not condition:
                 raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
 
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
+        heads_and_widths = (
             "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
+            "hidden_size",
             "intermediate_size",
-            "max_position_embeddings",
-        ):
+        )
+        for field in ("vocab_size", "num_hidden_layers", "max_position_embeddings", *heads_and_widths):
             require((getattr(self, field) or 0) > 0, field, "a positive integer")
         heads, groups = self.num_attention_heads, self.num_attention_heads // self.num_key_value_heads
         require(
@@ -272,6 +260,7 @@ class LSGPTConfig(PreTrainedConfig):
             "use_bias",
             'without "norm", because an RMSNorm (`norm_type="rms_norm"`) has no bias',
         )
+        require(self.qk_norm in (True, False, "all_heads"), "qk_norm", 'True, False or "all_heads"')
         require(
             self.position_embedding_type in POSITION_EMBEDDING_TYPES,
             "position_embedding_type",
@@ -281,38 +270,41 @@ class LSGPTConfig(PreTrainedConfig):
             require(self.head_dim % 2 == 0, "head_dim", 'even with `position_embedding_type="rope"`')
             rope, rope_types = self.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
             require(rope is not None, "rope_parameters", 'a dictionary with `position_embedding_type="rope"`')
+            has_both = min(self.num_global_heads_per_layer) == 0 < max(self.num_global_heads_per_layer)
             require(
-                not rope.keys() & {GLOBAL, LOCAL},
+                not rope.keys() & {GLOBAL, LOCAL} or (rope.keys() == {GLOBAL, LOCAL} and has_both),
                 "rope_parameters",
-                "one set of parameters, because both kinds of heads are rotated alike",
+                f"one set of parameters, or one each for {GLOBAL!r} (layers with global heads) and {LOCAL!r} (layers "
+                f"without), if there are both; `num_global_heads` is {self.num_global_heads}",
             )
-            for name in ("rope_theta", "factor"):
-                value = rope.get(name, 1.0)
+            for kind in (GLOBAL, LOCAL):
+                rope = self.rope_parameters.get(kind, self.rope_parameters)
+                for name in ("rope_theta", "factor"):
+                    value = rope.get(name, 1.0)
+                    require(
+                        isinstance(value, (int, float)) and 0 < value < math.inf,
+                        "rope_parameters",
+                        f"a dictionary whose `{name}` is a positive number",
+                    )
                 require(
-                    isinstance(value, (int, float)) and 0 < value < math.inf,
+                    rope.get("rope_type", "default") in rope_types,
                     "rope_parameters",
-                    f"a dictionary whose `{name}` is a positive number",
+                    f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}",
                 )
-            require(
-                rope.get("rope_type", "default") in rope_types,
-                "rope_parameters",
-                f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}",
-            )
-            require(
-                rope.get("partial_rotary_factor", 1.0) == 1.0,
-                "rope_parameters",
-                "without `partial_rotary_factor`: LSGPT rotates whole heads",
-            )
+                require(
+                    rope.get("partial_rotary_factor", 1.0) == 1.0,
+                    "rope_parameters",
+                    "without `partial_rotary_factor`: LSGPT rotates whole heads",
+                )
         elif self.position_embedding_type == "sinusoidal":
             require(self.hidden_size % 2 == 0, "hidden_size", 'even with `position_embedding_type="sinusoidal"`')
         if self.position_embedding_type != "rope":
             require(not self.rope_parameters, "rope_parameters", 'unset without `position_embedding_type="rope"`')
-        softcap = self.attn_logit_softcapping
-        require(
-            softcap is None or 0 < softcap < math.inf,
-            "attn_logit_softcapping",
-            "positive and finite, or None for no soft-capping",
-        )
+        for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+            softcap = getattr(self, field)
+            require(
+                softcap is None or 0 < softcap < math.inf, field, "positive and finite, or None for no soft-capping"
+            )
         for field in ("attention_dropout", "resid_dropout", "embd_dropout"):
             require(0 <= getattr(self, field) < 1, field, "a probability in [0, 1)")
         for field in ("layer_norm_eps", "initializer_range"):
@@ -362,14 +354,21 @@ class LSGPTConfig(PreTrainedConfig):
 
     def has_bias(self, part: str) -> bool:
         """Whether a part of the model has biases: `"qkv_proj"`, `"o_proj"`, `"mlp"` or `"norm"`."""
-        if part == "norm" and self.norm_type == "rms_norm":
+        if part == "norm" and self.norm_type != "layer_norm":
             return False
         return part in self.use_bias if isinstance(self.use_bias, list) else self.use_bias
+
+    def with_rope_of(self, kind: str) -> "LSGPTConfig":
+        """A shallow copy with the rotary embedding of the layers with (`GLOBAL`) or without global heads (`LOCAL`)."""
+        view = copy.copy(self)
+        view.rope_parameters = (self.rope_parameters or {}).get(kind, self.rope_parameters)
+        return view
 
     def equal_mhsa(self) -> "LSGPTConfig":
         """The same model with all heads global: plain multi-head self-attention."""
         mhsa = copy.deepcopy(self)
         mhsa.num_global_heads = self.num_attention_heads
+        mhsa.rope_parameters = self.with_rope_of(GLOBAL).rope_parameters
         return mhsa
 
     def num_parameters(self) -> int:
@@ -377,19 +376,19 @@ class LSGPTConfig(PreTrainedConfig):
         Number of trainable parameters.
 
         Each layer has the query and output projections, `2 * d * H * D`, the key and value projections,
-        `2 * d * H_kv * D`, an MLP of `2 * d * f`, or `3 * d * f` if it is gated, and two norms of `d`. Outside the
-        layers are the final norm, the token embeddings `V * d`, as many again for an untied `lm_head`, and `P * d`
-        learned positions. A projection with biases has one per output, a layer norm `d` (`lm_head` has none).
-        `qk_norm` adds `2 * D` per layer, sinks add 1 per local head. Otherwise the split into global and local heads
-        does not change the number.
+        `2 * d * H_kv * D`, an MLP of `2 * d * f`, or `3 * d * f` if it is gated, and two norms of `d` (or four, around
+        both). Outside the layers are the final norm, the token embeddings `V * d`, as many again for an untied
+        `lm_head`, and `P * d` learned positions. A projection with biases has one per output, a layer norm `d`
+        (`lm_head` has none). `qk_norm` adds `2 * D` per layer, or `(H + H_kv) * D` over all heads; sinks add 1 per
+        local head. Otherwise the split into global and local heads does not change the number.
         """
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_hidden_layers
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         biases = {"qkv_proj": q + 2 * kv, "o_proj": d, "mlp": f + d + (f if self.gated_mlp else 0), "norm": 2 * d}
-        per_layer = self._matrix_parameters_per_layer() + 2 * d
+        per_layer = self._matrix_parameters_per_layer() + (4 if self.norm_type == "rms_norm_around" else 2) * d
         per_layer += sum(size for part, size in biases.items() if self.has_bias(part))
         if self.qk_norm:
-            per_layer += 2 * self.head_dim
+            per_layer += q + kv if self.qk_norm == "all_heads" else 2 * self.head_dim
         outside = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         outside += d * (2 if self.has_bias("norm") else 1)
         if self.position_embedding_type == "learned":

@@ -5,6 +5,7 @@ Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
 
 import math
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
@@ -140,7 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def causal_lm_loss(
     hidden_states: torch.Tensor,
-    lm_head: nn.Module,
+    lm_head: Any,
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
@@ -156,7 +157,7 @@ def causal_lm_loss(
     Args:
         hidden_states (`(B, T, d)`): Inputs of the output projection.
         lm_head: The output projection. If it only multiplies by its weight, the weight is used directly; otherwise (an
-            adapter, a quantised or sharded weight, hooks) it is called, and called again in the backward pass.
+            adapter, a quantised or sharded weight, hooks, soft-capping) it is called, and again in the backward pass.
         labels (`(B, T)`): Token ids; each token predicts the next one.
         num_items_in_batch: Divisor of the summed loss; by default the number of targets in this batch.
         ignore_index: The label of tokens that are not predicted.
@@ -224,7 +225,7 @@ def _summed_loss(
     return penalty + divergence.where(targets != ignore_index, 0.0).sum()
 
 
-def _is_plain_matrix(lm_head: nn.Module, device: torch.device) -> bool:
+def _is_plain_matrix(lm_head: Any, device: torch.device) -> bool:
     """Whether calling `lm_head` only multiplies by its weight, and the whole weight is available on `device`."""
     if type(lm_head) not in (nn.Linear, SplitLinear):  # an adapter, a quantised layer
         return False

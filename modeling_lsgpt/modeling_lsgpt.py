@@ -1,4 +1,4 @@
-"""LSGPT: a pre-norm decoder with GPT-2's or Llama's blocks and Long Short-attention (arXiv:2505.15548).
+"""LSGPT: a decoder with blocks like GPT-2's, Llama's or Gemma's and Long Short-attention (arXiv:2505.15548).
 
 The heads of each layer come in kinds, the global ones first. Each kind has its own mask, cache layer and call of the
 attention function; everything else is as in Transformers' Llama.
@@ -37,7 +37,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks, create_attention_masks, create_masks
 from .cache_lsgpt import check_cache, make_room
-from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
+from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
 from .telemetry_lsgpt import update_max_logits
@@ -64,11 +64,10 @@ class LSGPTMLP(nn.Module):
     def __init__(self, config: LSGPTConfig):
         super().__init__()
         bias = config.has_bias("mlp")
-        self.gate_proj = None
-        if config.gated_mlp:
-            self.gate_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = make_linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = make_linear(config.intermediate_size, config.hidden_size, bias=bias)
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj = make_linear(*sizes, bias=bias) if config.gated_mlp else None
+        self.up_proj = make_linear(*sizes, bias=bias)
+        self.down_proj = make_linear(*reversed(sizes), bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -78,11 +77,13 @@ class LSGPTMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-def make_norm(config: LSGPTConfig) -> nn.Module:
-    """Creates a norm over the residual stream."""
-    if config.norm_type == "rms_norm":
-        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
+def make_norm(config: LSGPTConfig, exists: bool = True) -> nn.Module:
+    """Creates a norm of width `hidden_size`, or what stands in a place without one."""
+    if not exists:
+        return nn.Identity()
+    if config.norm_type == "layer_norm":
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.has_bias("norm"))
+    return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 NO_SINK = -1e4
@@ -159,8 +160,10 @@ class LSGPTAttention(nn.Module):
         self.v_proj = make_linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
         self.o_proj = make_linear(q_size, config.hidden_size, bias=config.has_bias("o_proj"))
         self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            widths = (q_size, kv_size) if config.qk_norm == "all_heads" else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=config.layer_norm_eps) for width in widths)
 
         first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
         self.head_groups = tuple(
@@ -210,11 +213,13 @@ class LSGPTAttention(nn.Module):
         embedding if configured.
         """
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        query_states, key_states = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        if self.q_norm is not None:  # over each head, or over all of them
+            query_states = self.q_norm(query_states.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
+            key_states = self.k_norm(key_states.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
+        query_states = query_states.view(hidden_shape).transpose(1, 2)
+        key_states = key_states.view(hidden_shape).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        if self.q_norm is not None:
-            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         if position_embeddings is not None:
             query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
         return query_states, key_states, value_states
@@ -307,21 +312,25 @@ def join_weights(
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
-    """One pre-norm block: attention and MLP, each added to the residual stream."""
+    """One block: attention and MLP, each added to the residual stream, with norms before or after them, or both."""
 
     def __init__(self, config: LSGPTConfig, layer_idx: int):
         super().__init__()
-        self.input_layernorm = make_norm(config)
+        is_before, is_after = config.norm_type != "rms_norm_after", config.norm_type.endswith(("_after", "_around"))
+        self.input_layernorm = make_norm(config, is_before)
         self.self_attn = LSGPTAttention(config, layer_idx)
-        self.post_attention_layernorm = make_norm(config)
+        self.post_self_attn_layernorm = make_norm(config, is_after)
+        self.post_attention_layernorm = make_norm(config, is_before)  # Llama's name for the one before the MLP
         self.mlp = LSGPTMLP(config)
+        self.post_mlp_layernorm = make_norm(config, is_after)
         self.dropout = nn.Dropout(config.resid_dropout)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        hidden_states = hidden_states + self.dropout(self.post_self_attn_layernorm(attended))
+        outputs = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.dropout(self.post_mlp_layernorm(outputs))
 
 
 class LSGPTPreTrainedModel(PreTrainedModel):
@@ -414,13 +423,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
     def __init__(self, config: LSGPTConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = self.rotary_emb = None
+        self.embed_positions = self.rotary_emb = self.local_rotary_emb = None
         if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         elif config.position_embedding_type == "sinusoidal":
             self.embed_positions = LSGPTSinusoidalPositions(config.hidden_size)
         elif config.position_embedding_type == "rope":
-            self.rotary_emb = LlamaRotaryEmbedding(config)
+            self.rotary_emb = LlamaRotaryEmbedding(config.with_rope_of(GLOBAL))
+            if LOCAL in config.rope_parameters:
+                self.local_rotary_emb = LlamaRotaryEmbedding(config.with_rope_of(LOCAL))
         self.dropout = nn.Dropout(config.embd_dropout)
         self.layers = nn.ModuleList(LSGPTDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = make_norm(config)
@@ -486,21 +497,24 @@ class LSGPTModel(LSGPTPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
             position_ids = position_ids[None]
 
-        hidden_states, position_embeddings = inputs_embeds, None
+        hidden_states = inputs_embeds
+        position_embeddings = local_embeddings = None
         if self.embed_positions is not None:
             if self.config.position_embedding_type == "learned":
                 self._check_ids("position_ids", position_ids, "max_position_embeddings")
             hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
         elif self.rotary_emb is not None:
-            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+            position_embeddings = local_embeddings = self.rotary_emb(hidden_states, position_ids)
+            if self.local_rotary_emb is not None:
+                local_embeddings = self.local_rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while the first layers draft
+        for layer, kinds in zip(self.layers, self.config.head_groups):  # fewer while the first layers draft
             hidden_states = layer(
                 hidden_states,
                 attention_mask=attention_masks,
                 position_ids=position_ids,
-                position_embeddings=position_embeddings,
+                position_embeddings=position_embeddings if GLOBAL in kinds else local_embeddings,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,
@@ -545,6 +559,11 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = make_linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Maps final hidden states `(..., hidden_size)` to logits `(..., V)`."""
+        logits, softcap = self.lm_head(hidden_states), self.config.final_logit_softcapping
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """
@@ -629,9 +648,10 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 
         logits = loss = None
         if has_own_loss:
-            loss = causal_lm_loss(hidden_states, self.lm_head, labels, teacher_logits=teacher_logits, **kwargs)
+            head = self.lm_head if self.config.final_logit_softcapping is None else self.compute_logits
+            loss = causal_lm_loss(hidden_states, head, labels, teacher_logits=teacher_logits, **kwargs)
         else:
-            logits = self.lm_head(hidden_states)
+            logits = self.compute_logits(hidden_states)
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             if skip_logits:

@@ -4,7 +4,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from lsgpt.utilities import VLLM_ROPE_TYPES, runs_on_vllm
+from lsgpt.utilities import SERVED_VALUES, VLLM_ROPE_TYPES, runs_on_vllm
 
 
 class LSGPTServingChecks(VerifyAndUpdateConfig):
@@ -23,10 +23,16 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                     "`tensor_parallel_size` must divide the number of global and of local key/value heads in each "
                     f"layer; got {ranks}, and layer {i} has {num_global} global and {num_local} local ones"
                 )
+        for field, supported in SERVED_VALUES.items():
+            if (value := getattr(config, field)) not in supported:
+                raise ValueError(
+                    f"`{field}` must be {' or '.join(map(repr, supported))} to be served with vLLM; got {value!r}. "
+                    "Use Transformers, or serve the model that this one was converted from"
+                )
         if not runs_on_vllm(config):
             raise ValueError(
-                f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)} to be served with "
-                f"vLLM; got {config.rope_parameters['rope_type']!r}"
+                f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)}, in all layers alike, "
+                f"to be served with vLLM; got {config.rope_parameters.get('rope_type', config.rope_parameters)!r}"
             )
         length = vllm_config.model_config.max_model_len
         if config.position_embedding_type == "learned" and length > config.max_position_embeddings:

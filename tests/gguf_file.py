@@ -7,8 +7,9 @@ import numpy as np
 
 
 def write_gguf(path, source, tokenizer=None, tensors=(), **metadata):
-    """The file that llama.cpp's converter makes of a model of the Llama family, in float32."""
-    config, kind = source.config, source.config.model_type
+    """The file that llama.cpp's converter makes of a decoder with Llama's blocks, in float32."""
+    config, kind = source.config, source.config.model_type.removesuffix("_text")
+    is_gemma = kind.startswith("gemma")
     writer = gguf.GGUFWriter(path, kind)
     writer.add_name("Tiny")
     writer.add_context_length(config.max_position_embeddings)
@@ -18,10 +19,14 @@ def write_gguf(path, source, tokenizer=None, tensors=(), **metadata):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(head_dim)
+    if f"{kind}__rope__dimension_count" not in metadata:
+        writer.add_rope_dimension_count(head_dim)
+    if is_gemma:
+        writer.add_key_length(head_dim)
+        writer.add_sliding_window(config.sliding_window)
     for name, value in metadata.items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(name.replace("__", "."), value)
@@ -47,6 +52,8 @@ def write_gguf(path, source, tokenizer=None, tensors=(), **metadata):
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             tensor = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         module, _, suffix = name.rpartition(".")
+        if is_gemma and "norm" in module:
+            tensor = tensor + 1
         writer.add_tensor(f"{names.get_name(module)}.{suffix}", tensor.numpy().copy())
     for name in tensors:
         writer.add_tensor(name, np.ones(4, dtype=np.float32))

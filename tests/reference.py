@@ -80,8 +80,10 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
     def linear(name, x):
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    def norm(name, x):
-        if config.norm_type == "rms_norm":
+    def norm(name, x, is_there=True):
+        if not is_there:
+            return x
+        if config.norm_type.startswith("rms_norm"):
             return rms_norm(name, x)
         return F.layer_norm(
             x, x.shape[-1:], weights[f"{name}.weight"], weights.get(f"{name}.bias"), config.layer_norm_eps
@@ -90,8 +92,9 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
     def rms_norm(name, x):
         return x / (x.pow(2).mean(-1, keepdim=True) + config.layer_norm_eps).sqrt() * weights[f"{name}.weight"]
 
-    def rotate(x):
-        theta = config.rope_parameters["rope_theta"]
+    def rotate(x, has_global_heads):
+        rope = config.rope_parameters
+        theta = rope.get("full_attention" if has_global_heads else "sliding_attention", rope)["rope_theta"]
         half = head_dim // 2
         angles = position_ids[:, None, :, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
         a, b = x[..., :half], x[..., half:]
@@ -108,18 +111,23 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         x = x + table
 
     activation = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}[config.hidden_act]
+    before = config.norm_type != "rms_norm_after"
+    after = config.norm_type in ("rms_norm_after", "rms_norm_around")
     counts = config.num_global_heads
     counts = counts if isinstance(counts, list) else [counts] * config.num_hidden_layers
     for i, num_global_heads in enumerate(counts):
         layer = f"model.layers.{i}"
-        y = norm(f"{layer}.input_layernorm", x)
-        q = linear(f"{layer}.self_attn.q_proj", y).view(batch_size, length, heads, head_dim).transpose(1, 2)
-        k = linear(f"{layer}.self_attn.k_proj", y).view(batch_size, length, kv_heads, head_dim).transpose(1, 2)
+        y = norm(f"{layer}.input_layernorm", x, before)
+        q, k = linear(f"{layer}.self_attn.q_proj", y), linear(f"{layer}.self_attn.k_proj", y)
+        if config.qk_norm == "all_heads":
+            q, k = rms_norm(f"{layer}.self_attn.q_norm", q), rms_norm(f"{layer}.self_attn.k_norm", k)
+        q = q.view(batch_size, length, heads, head_dim).transpose(1, 2)
+        k = k.view(batch_size, length, kv_heads, head_dim).transpose(1, 2)
         v = linear(f"{layer}.self_attn.v_proj", y).view(batch_size, length, kv_heads, head_dim).transpose(1, 2)
-        if config.qk_norm:
+        if config.qk_norm is True:
             q, k = rms_norm(f"{layer}.self_attn.q_norm", q), rms_norm(f"{layer}.self_attn.k_norm", k)
         if config.position_embedding_type == "rope":
-            q, k = rotate(q), rotate(k)
+            q, k = rotate(q, num_global_heads > 0), rotate(k, num_global_heads > 0)
         visible = visible_pairs(
             heads, num_global_heads, config.sliding_window, length, length, padding_mask, documents
         )
@@ -127,13 +135,15 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         if sinks is not None:
             sinks = torch.cat([torch.full((num_global_heads,), -torch.inf, dtype=torch.float64), sinks])
         attended, _ = dense_attention(q, k, v, visible, config.attn_logit_softcapping, sinks)
-        x = x + linear(f"{layer}.self_attn.o_proj", attended.flatten(2))
-        y = norm(f"{layer}.post_attention_layernorm", x)
+        y = linear(f"{layer}.self_attn.o_proj", attended.flatten(2))
+        x = x + norm(f"{layer}.post_self_attn_layernorm", y, after)
+        y = norm(f"{layer}.post_attention_layernorm", x, before)
         up = linear(f"{layer}.mlp.up_proj", y)
         up = activation(linear(f"{layer}.mlp.gate_proj", y)) * up if config.gated_mlp else activation(up)
-        x = x + linear(f"{layer}.mlp.down_proj", up)
-    x = norm("model.norm", x)
-    return F.linear(x, weights["lm_head.weight"])
+        x = x + norm(f"{layer}.post_mlp_layernorm", linear(f"{layer}.mlp.down_proj", up), after)
+    logits = F.linear(norm("model.norm", x), weights["lm_head.weight"])
+    softcap = config.final_logit_softcapping
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def autograd_functions(tensor):

@@ -345,7 +345,7 @@ def test_help_explains_every_command_without_torch():
         "Train every arm",
         "continue a text",
         "show a model's shape",
-        "convert a Llama, Mistral, Qwen, GPT-2",
+        "convert a Llama, Mistral, Qwen, OLMo, Gemma, Phi-3, GPT-2",
         "put a trained model on the Hub",
     ):
         assert words in " ".join(process.stdout.split())

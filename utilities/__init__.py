@@ -2,6 +2,7 @@
 
 from .loading import check_gguf, load_complete, load_tokenizer, looks_like_a_path, read_gguf, refuse_tensors
 from .model_summary import (
+    SERVED_VALUES,
     VLLM_ROPE_TYPES,
     compare_costs,
     compare_split,
@@ -14,6 +15,7 @@ from .wording import format_duration, suggest, table, with_unit
 
 
 __all__ = [
+    "SERVED_VALUES",
     "VLLM_ROPE_TYPES",
     "check_gguf",
     "compare_costs",

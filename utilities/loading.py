@@ -18,6 +18,21 @@ UNREAD_GGUF_SETTINGS = {
 }
 """Settings of GGUF files that Transformers does not read, with the values that make no difference."""
 
+GGUF_SETTINGS_OF: dict[str, dict[str, tuple | None]] = {
+    "gemma2": {
+        "attention.key_length": (256,),
+        "attention.sliding_window": None,
+        "attn_logit_softcapping": (None, 50.0),
+        "final_logit_softcapping": (None, 30.0),
+    },
+    "gemma3": {"attention.key_length": (256,), "attention.sliding_window": None, "final_logit_softcapping": (None,)},
+}
+"""
+What differs from these for an architecture; `None` stands for all values, because Transformers reads them. Gemma
+divides logits by the square root of a number that is not in the files. Transformers assumes 256, which is right for
+all models with heads of this width; the others (27B) have another one.
+"""
+
 
 def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_more: bool = True, **options):
     """
@@ -123,11 +138,12 @@ def read_gguf(path: str | Path) -> tuple[dict, tuple[str, ...]]:
 def check_gguf(metadata: dict, tensors: Collection[str]):
     """Raises `ValueError` if Transformers would silently leave out a part of the model in a GGUF file."""
     architecture, remedy = metadata["general.architecture"], "use the checkpoint that the file was made from"
-    for name, harmless in UNREAD_GGUF_SETTINGS.items():
+    for name, harmless in {**UNREAD_GGUF_SETTINGS, **GGUF_SETTINGS_OF.get(architecture, {})}.items():
         value = metadata.get(f"{architecture}.{name}")
-        if value not in harmless:
+        if harmless is not None and value not in harmless:
+            rule = "unset" if harmless[0] is None else f"{harmless[0]}"
             raise ValueError(
-                f"`{architecture}.{name}` of a GGUF file must be unset, because Transformers does not read it; got "
+                f"`{architecture}.{name}` of a GGUF file must be {rule}, because Transformers does not read it; got "
                 f"{value!r}; {remedy}"
             )
     if "rope_freqs.weight" in tensors:

@@ -1,6 +1,6 @@
 """Summarises a model: its shape and size, and its costs compared with plain multi-head attention."""
 
-from lsgpt.modeling_lsgpt import LSGPTConfig
+from lsgpt.modeling_lsgpt import LOCAL, LSGPTConfig
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import count_tokens_sent
 
 from .wording import with_unit
@@ -41,9 +41,19 @@ depend on the length of the request in Transformers, and on `max_model_len` in v
 """
 
 
+SERVED_VALUES = {
+    "norm_type": ("layer_norm", "rms_norm"),
+    "qk_norm": (False, True),
+    "final_logit_softcapping": (None,),
+}
+"""The values of fields that the vLLM plugin implements; it implements all values of the others."""
+
+
 def runs_on_vllm(config: LSGPTConfig) -> bool:
-    """Whether vLLM computes the positions of a model in the same way as Transformers."""
-    return config.position_embedding_type != "rope" or config.rope_parameters["rope_type"] in VLLM_ROPE_TYPES
+    """Whether the vLLM plugin implements a model, and vLLM computes its positions in the same way as Transformers."""
+    is_served = all(getattr(config, field) in supported for field, supported in SERVED_VALUES.items())
+    rope_type = (config.rope_parameters or {}).get("rope_type")  # none if layers differ in their rotary embeddings
+    return is_served and (config.position_embedding_type != "rope" or rope_type in VLLM_ROPE_TYPES)
 
 
 def _describe_blocks(config: LSGPTConfig) -> str:
@@ -54,11 +64,15 @@ def _describe_blocks(config: LSGPTConfig) -> str:
     biased = [place for part, place in places.items() if config.has_bias(part)]
     parts = {
         "RMSNorm": config.norm_type == "rms_norm",
+        "RMSNorm after attention and MLP": config.norm_type == "rms_norm_after",
+        "RMSNorm before and after attention and MLP": config.norm_type == "rms_norm_around",
         f"gated MLP ({config.hidden_act})": config.gated_mlp,
         f"MLP with {config.hidden_act}": not config.gated_mlp and config.hidden_act != LSGPTConfig.hidden_act,
         "biases": len(biased) == len(places),
         f"biases of {', '.join(biased)}": 0 < len(biased) < len(places),
-        "RMSNorm of queries and keys": config.qk_norm,
+        "RMSNorm of queries and keys": bool(config.qk_norm),
+        "other rotary embeddings in layers without global heads": LOCAL in (config.rope_parameters or {}),
+        f"logits capped at {config.final_logit_softcapping}": config.final_logit_softcapping is not None,
         f"attention logits capped at {config.attn_logit_softcapping}": config.attn_logit_softcapping is not None,
         "tied embeddings": config.tie_word_embeddings,
     }

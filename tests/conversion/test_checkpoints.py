@@ -363,7 +363,8 @@ def test_refused_gpt2_weights(tmp_path):
         (["GPT2", "FULL/text.txt"], "the folder to write must be new or empty"),
         (
             ["BERT", "new"],
-            "of the type gpt2, llama, mistral, qwen2, qwen3, given by its folder or its name on the Hub; ",
+            "of the type gpt2, llama, mistral, qwen2, qwen3, phi3, olmo2, olmo3, gemma2, gemma3_text, given by its "
+            "folder or its name on the Hub; ",
         ),
         (["EMPTY", "new"], "has no config.json"),
         (["none/none/none", "new"], "there is no model"),

@@ -49,7 +49,20 @@ BAD_VALUES = {
     ),
     "rope parameters for each kind": (
         {**ROPE, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
-        "`rope_parameters` must be one set of parameters, because both kinds of heads are rotated alike",
+        "`rope_parameters` must be one set of parameters, or one each for 'full_attention' (layers with global heads) "
+        "and 'sliding_attention' (layers without), if there are both; `num_global_heads` is 1",
+    ),
+    "rope parameters for layers without global heads alone": (
+        {**ROPE, "num_global_heads": [0, *[1] * 11], "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        "`rope_parameters` must be one set of parameters, or one each",
+    ),
+    "negative rope theta of layers without global heads": (
+        {
+            **ROPE,
+            "num_global_heads": [0, *[1] * 11],
+            "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": -1}},
+        },
+        "`rope_theta` is a positive number",
     ),
     "unknown activation": ({"hidden_act": "gloo"}, "`hidden_act` must be one of"),
     "dropout of one": ({"attention_dropout": 1.0}, "`attention_dropout` must be a probability"),
@@ -59,7 +72,13 @@ BAD_VALUES = {
         {"attn_logit_softcapping": math.nan},
         "finite, or None for no soft-capping; got nan",
     ),
-    "unknown norm": ({"norm_type": "batch_norm"}, "`norm_type` must be one of layer_norm, rms_norm; got 'batch_norm'"),
+    "final softcap of zero": ({"final_logit_softcapping": 0.0}, "`final_logit_softcapping` must be positive"),
+    "unknown norm": (
+        {"norm_type": "batch_norm"},
+        "`norm_type` must be one of layer_norm, rms_norm, rms_norm_after, rms_norm_around; got 'batch_norm'",
+    ),
+    "unknown norm of queries": ({"qk_norm": "each"}, "`qk_norm` must be True, False or \"all_heads\"; got 'each'"),
+    "bias of an RMSNorm after": ({"norm_type": "rms_norm_after", "use_bias": ["norm"]}, "`use_bias` must be without"),
     "bias of an unknown part": ({"use_bias": ["q_proj"]}, "biases, of qkv_proj, o_proj, mlp, norm; got ['q_proj']"),
     "bias of an RMSNorm": ({"norm_type": "rms_norm", "use_bias": ["norm"]}, '`use_bias` must be without "norm"'),
     "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a positive integer"),
@@ -143,6 +162,12 @@ def test_arguments_of_rotary_positions_need_them(values):
         {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": ["qkv_proj"], "attention_sinks": True},
         {"attn_logit_softcapping": 30.0, "qk_norm": True, "use_bias": True, "head_dim": 40, "num_key_value_heads": 12},
+        {"norm_type": "rms_norm_after", "qk_norm": "all_heads", "final_logit_softcapping": 30.0},
+        {
+            "position_embedding_type": "rope",
+            "num_global_heads": [0, *[1] * 11],
+            "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+        },
     ],
 )
 def test_round_trip_through_json(tmp_path, caplog, values):
@@ -171,6 +196,8 @@ def test_at_most_30_fields():
         {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": True, "attention_sinks": True},
         {"gated_mlp": True, "use_bias": ["qkv_proj", "norm"], "attention_sinks": True, "num_global_heads": [6, 2]},
         {"use_bias": ["o_proj", "mlp"], "num_key_value_heads": 3},
+        {"norm_type": "rms_norm_after", "qk_norm": "all_heads", "num_key_value_heads": 3},
+        {"norm_type": "rms_norm_around", "use_bias": True},
     ],
 )
 def test_parameter_count_is_the_models(tiny_config, values):

@@ -108,6 +108,14 @@ def test_loss_without_logits_is_the_same(tiny_model, tie, num_items_in_batch):
         assert_same_loss(model, fused=True, **inputs)
 
 
+def test_loss_of_soft_capped_logits(tiny_model):
+    """The cap is no part of the output projection's weight; without logits, it must not be left out."""
+    model = tiny_model(max_position_embeddings=600, final_logit_softcapping=0.1).train()
+    input_ids = batch(length=600)  # more tokens than one chunk
+    assert model(input_ids).logits.abs().max() <= 0.1
+    assert_same_loss(model, fused=False, input_ids=input_ids, labels=input_ids)
+
+
 @pytest.mark.parametrize("is_matrix", [True, False])
 @pytest.mark.parametrize(
     "settings", [{"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.1}]

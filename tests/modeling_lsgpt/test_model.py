@@ -50,6 +50,15 @@ VARIANTS = {
     "gated-gelu-bias": {"gated_mlp": True, "use_bias": True},
     "rms-bias-sinks": {"norm_type": "rms_norm", "use_bias": True, "attention_sinks": True},
     "llama-sinks": {**LLAMA, "attention_sinks": True, "use_bias": ["o_proj"], "num_global_heads": [0, 4]},
+    "olmo": {**LLAMA, "norm_type": "rms_norm_after", "qk_norm": "all_heads", "num_key_value_heads": 3},
+    "gemma": {
+        **LLAMA,
+        "norm_type": "rms_norm_around",
+        "qk_norm": True,
+        "final_logit_softcapping": 0.5,
+        "num_global_heads": [0, 2],
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 10.0}},
+    },
 }
 
 

@@ -21,6 +21,31 @@ def test_rotary_positions_that_vllm_computes_differently(tiny_model, tmp_path, s
         pass
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"norm_type": "rms_norm_after"},
+            "`norm_type` must be 'layer_norm' or 'rms_norm' to be served .* got 'rms_norm_after'",
+        ),
+        ({"qk_norm": "all_heads"}, "`qk_norm` must be False or True to be served with vLLM; got 'all_heads'"),
+        ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping` must be None to be served .* got 30.0"),
+        (
+            {
+                "num_global_heads": [0, 6],
+                "position_embedding_type": "rope",
+                "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+            },
+            "`rope_parameters` must be of a `rope_type` among .* in all layers alike, .* got {'full_attention'",
+        ),
+    ],
+)
+def test_blocks_that_the_plugin_lacks(tiny_model, tmp_path, start_engine, values, message):
+    tiny_model(head_dim=32, **values).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+        pass
+
+
 def test_learned_positions_end(tiny_model, tmp_path, start_engine, monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     tiny_model(head_dim=32).save_pretrained(tmp_path)

@@ -1,0 +1,144 @@
+"""Converts models that need not fit into memory: reads, converts and writes one tensor after the other."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+
+from .decoders import convert_config, convert_tensor
+from .weights import model_from_weights
+
+
+MAX_SHARD_SIZE = 10**9
+"""
+Bytes in a file that is written, or more for a single tensor that is larger. The tensors of one such file are in memory
+at a time, along with the one that is being converted.
+"""
+
+_CHECKED_AT_ONCE = 2**22
+"""Numbers in a tensor that are checked at a time, because a check makes copies of them."""
+
+
+def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: str | Path) -> LSGPTForCausalLM | None:
+    """
+    Converts a model in safetensors files tensor by tensor, and saves it.
+
+    Args:
+        source: Its folder or its name on the Hub.
+        source_config: Its configuration, of one of the types in `decoders.NORM_TYPES`.
+        folder: A new or empty folder to write.
+
+    Returns:
+        The converted model, whose weights are read from the new files when they are used; or `None`, with nothing
+        written, if the source has other files, or other tensors in them than its class.
+
+    Raises:
+        ValueError: If LSGPT cannot express the configuration, or a weight is not finite.
+    """
+    with torch.device("meta"):
+        original = AutoModelForCausalLM.from_config(source_config)
+    files = {path: _read_shapes(path) for path in _find_files(source)}
+    found = {name: shape for shapes in files.values() for name, shape in shapes.items()}
+    if source_config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
+    if found != {name: tensor.shape for name, tensor in original.state_dict().items()}:
+        return None
+
+    config, folder, is_new = convert_config(source_config, found), Path(folder), not Path(folder).exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[tuple[Path, dict[str, int]]] = []  # the files, with the names and sizes of their tensors
+    try:
+        pending: dict[str, torch.Tensor] = {}
+        for path, shapes in files.items():
+            for name in shapes:
+                tensor = _read(path, name)
+                tensor = tensor.to(source_config.dtype or tensor.dtype)
+                if not all(numbers.isfinite().all() for numbers in tensor.flatten().split(_CHECKED_AT_ONCE)):
+                    raise ValueError(
+                        f"the weights of {str(source)!r} must be finite; {name} has NaN or infinite values"
+                    )
+                for new_name, new in convert_tensor(source_config, config, name, tensor).items():
+                    if pending and sum(each.nbytes for each in pending.values()) + new.nbytes > MAX_SHARD_SIZE:
+                        parts.append(_write(pending, folder / f"part-{len(parts)}"))
+                        pending = {}
+                    pending[new_name] = new.contiguous()
+        parts.append(_write(pending, folder / f"part-{len(parts)}"))
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        if is_new:
+            folder.rmdir()
+        raise
+    del tensor, new, pending
+    return _finish(config, _generation_config(source, original), folder, parts)
+
+
+def _find_files(source: str | Path) -> list[Path]:
+    """The safetensors files of a checkpoint, downloaded if necessary; none if it has none."""
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if whole := cached_file(source, SAFE_WEIGHTS_NAME, **options):
+        return [Path(whole)]
+    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **options)
+    if index is None:
+        return []
+    names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+    return [Path(cached_file(source, name)) for name in dict.fromkeys(names)]
+
+
+def _read_shapes(path: Path) -> dict[str, torch.Size]:
+    with safe_open(path, framework="pt") as file:
+        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    # Opened for a single tensor, because everything that was read stays in memory while a file is open.
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> tuple[Path, dict[str, int]]:
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path, {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _generation_config(source: str | Path, original) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # there is no such file
+        return original.generation_config
+
+
+def _finish(
+    config: LSGPTConfig, generation_config: GenerationConfig, folder: Path, parts: list[tuple[Path, dict[str, int]]]
+) -> LSGPTForCausalLM:
+    """Gives the files the names that Transformers expects, saves everything but the weights, and opens the model."""
+    weights: dict[str, torch.Tensor] = {}
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    weight_map = {}
+    paths = []
+    for i, (path, sizes) in enumerate(parts):
+        name = f"{stem}-{i + 1:05}-of-{len(parts):05}.{suffix}" if len(parts) > 1 else SAFE_WEIGHTS_NAME
+        weight_map |= dict.fromkeys(sizes, name)
+        paths.append((path, folder / name))
+    for path, _ in paths:
+        with safe_open(path, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model = model_from_weights(config, weights)
+    model.generation_config = generation_config
+    model.save_pretrained(folder, state_dict={})  # would remove files with these names
+    for path, new_path in paths:
+        path.rename(new_path)
+    if len(parts) > 1:
+        metadata = {
+            "total_parameters": config.num_parameters(),
+            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
+        }
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return model
