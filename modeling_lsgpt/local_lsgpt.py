@@ -172,9 +172,7 @@ def _stack_sinks(sinks: torch.Tensor, num_kv_heads: int, q_length: int) -> torch
 
 
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
-    """
-    `sink_attention_forward` for equally many query and key heads, `sinks` `(B or 1, H, T)`, and outputs `(B, H, T, D)`.
-    """
+    """`sink_attention_forward` for as many query as key heads, `sinks` `(B or 1, H, T)`, outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
     if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
         return _SinkAttention.apply(query, key, value, mask, sinks, scaling)[0]

@@ -94,8 +94,8 @@ class Visibility:
         """
         Whether each query sees the sink of its head, `(B or 1, T)`, or one answer for all.
 
-        With a `sink_window`, a query does if it sees the first key of its window, that is, if its document has W tokens
-        up to it. The first tokens of a document, whose place a sink takes, are then about to leave the window.
+        With a `sink_window`, a query does if it sees the first key of its window, and so W tokens of its document. The
+        document's first tokens, whose place a sink takes, are then about to leave the window.
         """
         if self.sink_window is None or not self.has_sinks:
             return self.has_sinks

@@ -3,8 +3,8 @@
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from lsgpt.utilities import VLLM_ROPE_TYPES, runs_on_vllm
+from lsgpt.modeling_lsgpt.configuration_lsgpt import FULL_WINDOW, GLOBAL, LOCAL, LSGPTConfig
+from lsgpt.utilities import VLLM_ROPE_TYPES, has_sinks, runs_on_vllm
 
 
 class LSGPTServingChecks(VerifyAndUpdateConfig):
@@ -23,6 +23,12 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                     "`tensor_parallel_size` must divide the number of global and of local key/value heads in each "
                     f"layer; got {ranks}, and layer {i} has {num_global} global and {num_local} local ones"
                 )
+        if has_sinks(config) and config.attention_sinks == FULL_WINDOW:
+            raise ValueError(
+                "`attention_sinks` must be True or False to be served with vLLM, which shows a sink to every query; "
+                f'got "{FULL_WINDOW}". Set it to true in config.json and heal the model with it (`lsgpt train heal`), or '
+                "use Transformers"
+            )
         if not runs_on_vllm(config):
             raise ValueError(
                 f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)} to be served with "

@@ -30,7 +30,7 @@ def visible_pairs(num_heads, num_global_heads, window, q_length, kv_length, padd
 def dense_attention(query, key, value, visible, softcap=None, sinks=None):
     """
     Attention of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, S, D)`: outputs `(B, T, H, D)` and weights
-    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0. With `sinks` `(H,)`, or `(B, H, T)`, the
+    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0. With `sinks` `(H,)` or `(B, H, T)`, the
     exponential of a head's sink is added to the softmax's denominators.
     """
     groups = query.shape[1] // key.shape[1]
