@@ -131,10 +131,10 @@ def budget_heads(config: LSGPTConfig, cache_share: float) -> tuple[int, int]:
     least = max(min(LEAST_WINDOW, length // 64), 2)
     count = math.floor(total * (cache_share * length - least) / (length - least) + 1e-9)
     if not 1 <= count < total:
-        low, high = ((n * length + (total - n) * least) / (total * length) for n in (1, total - 1))
+        low = (length + (total - 1) * least) / (total * length)
         raise ValueError(
-            f"`cache_share` must be between {low:.3f}, one global key/value head of {total} and windows of {least} "
-            f"tokens, and {high:.3f}, one local head; got {cache_share}"
+            f"`cache_share` must be at least {low:.3f}, one global key/value head of {total} and windows of {least} "
+            f"tokens, and below 1; got {cache_share}"
         )
     window = math.floor(length * (cache_share * total - count) / (total - count) + 1e-9)
     return count, min(window, length - 1)
