@@ -79,7 +79,7 @@ def make_passages(
     Args:
         tokenizer: The model's tokenizer.
         text: `(N,)` token ids of the text around the numbers.
-        length: Number of tokens of a passage with any one of its questions.
+        length: Number of tokens of a passage with all of its questions.
         count: Number of passages.
         distance: Least number of tokens between a number and the question for it.
         seed: Passages with different seeds have different numbers and texts.
@@ -101,7 +101,7 @@ def make_passages(
         needles = [encode(KINDS[kind][0].format(key=names[name or kind], name=name)) for kind, name in hidden]
         asks = [(kind, name) for kind, name in hidden if name in ("", DOORS[asked])]
         ends = [encode(KINDS[kind][1].format(name=name) + names[name or kind]) for kind, name in asks]
-        room = length - sum(map(len, needles)) - max(map(len, ends))
+        room = length - sum(map(len, [*needles, *ends]))
         if room < distance:
             raise ValueError(
                 f"`length` must leave {distance} tokens between a number and its question; got {length}, of which "

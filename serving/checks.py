@@ -26,8 +26,8 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
         if has_sinks(config) and config.attention_sinks == FULL_WINDOW:
             raise ValueError(
                 "`attention_sinks` must be True or False to be served with vLLM, which shows a sink to every query; "
-                f'got "{FULL_WINDOW}". Set it to true in config.json and heal the model with it (`lsgpt train heal`), or '
-                "use Transformers"
+                f'got "{FULL_WINDOW}". Use Transformers, or let the model learn sinks that every query sees: '
+                "`lsgpt train heal --config_overrides '{attention_sinks: true}'`"
             )
         if not runs_on_vllm(config):
             raise ValueError(
