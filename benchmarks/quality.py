@@ -46,7 +46,8 @@ def load(name: str) -> PreTrainedModel:
     """Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode and in float32."""
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    return load_pretrained(name).float().eval()
+    model = load_pretrained(name).eval()
+    return model if model.dtype == torch.float32 else model.float()  # one from a GGUF file refuses to be converted
 
 
 def read_text(text: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
@@ -245,10 +246,9 @@ def main(arguments: list[str]):
         for length in options.lengths
     }
     # Starts in random order, so that a part of the blocks is a sample of the whole text.
-    starts = {
-        size: random.Random(size).sample(range(0, needed - size + 1, size), -(-options.tokens // size))
-        for size in options.block_sizes
-    }
+    starts = {size: list(range(0, options.tokens, size)) for size in options.block_sizes}
+    for size, of_blocks in starts.items():
+        random.Random(size).shuffle(of_blocks)
     identity = f"{hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12]}-{options.tokens}-{options.distance}"
     raw = options.output.with_suffix(".jsonl")
     found = _read(raw, identity)

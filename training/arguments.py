@@ -114,6 +114,13 @@ class DataArguments:
     respect_boundaries: bool = field(
         default=False, metadata={"help": "Keep attention and loss inside documents; otherwise, they cross documents."}
     )
+    hidden_numbers: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the training blocks in which numbers are hidden, to be repeated at the end: a model "
+            "whose local heads are new learns to find again what it read far back."
+        },
+    )
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Number of processes for tokenizing."}
     )
@@ -189,6 +196,7 @@ _RANGES = {
     "adam_epsilon": (0, math.inf),
     "dataloader_num_workers": (0, math.inf),
     "gradient_accumulation_steps": (1, math.inf),
+    "hidden_numbers": (0, 1),
     "label_smoothing_factor": (0, 1),
     "learning_rate": (0, math.inf),
     "lora_rank": (1, math.inf),

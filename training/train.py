@@ -59,6 +59,7 @@ from .healing import (
     next_token_logits,
     sink_parameters,
 )
+from .hidden_numbers import HideNumbers
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import peak_memory, points_of, reset_peak_memory, write_report
 from .results import RunResult
@@ -456,6 +457,9 @@ def make_blocks(
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
             raise ValueError(f"{error} in the {split} split") from error
+        if split == "train" and data.hidden_numbers:
+            hide = HideNumbers(tokenizer, data.hidden_numbers)
+            blocks[split] = blocks[split].map(hide, features=blocks[split].features)
         if not data.streaming:
             continue
         if split == "train":
