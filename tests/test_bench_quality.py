@@ -79,7 +79,7 @@ def test_figures(folder, monkeypatch, capsys):
     assert [kinds[kind]["exact"] for kind in kinds] == pytest.approx(torch.tensor(right).float().mean(0).tolist())
     n = ours["cache"]["tokens"]
     assert source["cache"]["bytes"] == 2 * 2 * 2 * 8 * n * 4
-    assert ours["cache"]["bytes"] == pytest.approx(2 * 2 * 8 * (n + 3 * 63) * 4, rel=0.02)
+    assert ours["cache"]["bytes"] == pytest.approx(2 * 8 * (n + 3 * 63) * 4, rel=0.02)
     assert "| source |" in capsys.readouterr().out
 
 
