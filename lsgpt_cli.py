@@ -142,6 +142,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="number of tokens that the local heads see, including the current one",
     )
     convert.add_argument(
+        "--cache-share",
+        metavar="SHARE",
+        type=float,
+        help="instead of these two: size of the key/value cache at 8,192 tokens as a share of the source's; default "
+        "with --calibrate: 0.2",
+    )
+    convert.add_argument(
         "--calibrate",
         metavar="TEXT",
         help="text to choose the heads on: a file or a folder of .txt, .jsonl, .json or .parquet files, stdlib, or a "
@@ -158,7 +165,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--max-blocks",
         metavar="N",
         type=_positive_int,
-        default=16,
+        default=4,
         help="maximum number of blocks of text (up to 2,048 tokens each) to measure heads on, and again to evaluate "
         "on; default: %(default)s",
     )
@@ -460,13 +467,22 @@ def _convert(args: argparse.Namespace) -> int:
     from lsgpt.utilities import describe
 
     model, calibration = convert(
-        args.source, args.folder, args.global_kv_heads, args.window, args.calibrate, args.balance, args.max_blocks
+        args.source,
+        args.folder,
+        args.global_kv_heads,
+        args.window,
+        args.calibrate,
+        args.balance,
+        args.max_blocks,
+        args.cache_share,
     )
     print(f"Converted {args.source} to {args.folder}")
     for name, value in describe(model.config).items():
         print(f"  {name:<34}{value}")
     if calibration is not None:
-        print("\nPerplexity on held-out text, and retrieval of a pass key:")
+        kinds = next(iter(calibration.retrieval.values()), {})
+        found = f", and the share of numbers found ({', '.join(kinds)})" if kinds else ""
+        print(f"\nPerplexity on held-out text{found}:")
         for name, *values in format_quality(calibration):
             print(f"  {name:<40}{'  '.join(values)}")
         print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")

@@ -1,68 +1,300 @@
-"""What a conversion preserves: perplexity and pass-key retrieval of causal language models with the same tokenizer.
+"""What a conversion preserves: perplexity and retrieval of causal language models with the same tokenizer.
 
-`lsgpt bench quality SOURCE CHECKPOINT ... --text TEXT`. The text is the held-out part that `lsgpt convert --calibrate
-TEXT` evaluates on. The keys differ from those that heads are chosen with.
+`lsgpt bench quality SOURCE CHECKPOINT ... --text TEXT`. Give a text that nothing was trained, chosen or fitted on.
+
+- Perplexity in blocks of 2,048 and of 8,192 tokens, at least 200,000 tokens each, with the loss by position.
+- Retrieval from passages of 1,024 to 8,192 tokens, 100 of each length, see `lsgpt.conversion.retrieval`. An answer is
+  right if all digits are.
+- Bytes of a real key/value cache after the longest passage.
+
+Every block and passage is saved as soon as it is measured, in a `.jsonl` file beside the result, and is not measured
+again when the command is repeated. The work is done in rounds: after each, the result holds all models on the same
+blocks and passages, so that it can be used before the command has ended.
 """
 
 import argparse
+import hashlib
+import json
+import math
 import random
 import statistics
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt import LSGPTConfig
-from lsgpt.conversion import load_pretrained, make_passages, perplexity, read_blocks, recall
+from lsgpt.conversion import ask, cache_bytes, load_pretrained, make_passages
 from lsgpt.conversion.pretrained import load_tokenizer
+from lsgpt.conversion.retrieval import read
+from lsgpt.training.data import load_documents
+from lsgpt.utilities import table
 
 from .record import OUTPUT, begin_result, write_result
 
 
+ROUNDS = 20
+BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Where the intervals of positions begin for which the loss is listed."""
+
+
 def load(name: str) -> PreTrainedModel:
-    """Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode."""
+    """Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode and in float32."""
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
-        return AutoModelForCausalLM.from_pretrained(name).eval()
-    return load_pretrained(name).eval()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    model = load_pretrained(name).eval()
+    return model if model.dtype == torch.float32 else model.float()  # one from a GGUF file refuses to be converted
+
+
+def read_text(text: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
+    """
+    Reads documents of all splits of a text until they have `num_tokens`, as token ids `(N,)`.
+
+    Raises:
+        ValueError: If it is shorter than `num_tokens`.
+    """
+    parts, count = [], 0
+    documents = load_documents(text, validation_percentage=50)
+    for split in documents.values():
+        for document in split["text"]:
+            parts.append(torch.tensor(tokenizer(document)["input_ids"], dtype=torch.long))
+            count += len(parts[-1])
+            if count >= num_tokens:
+                return torch.cat(parts)
+    raise ValueError(f"`--text` must have at least {num_tokens} tokens for so many blocks; {text!r} has {count}")
+
+
+def list_tasks(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """Lists what is measured with each model: `(kind, tokens, index)`, in the order of the rounds."""
+    counts = {("perplexity", size): -(-options.tokens // size) for size in options.block_sizes}
+    counts |= {("retrieval", length): options.passages for length in options.lengths}
+    return sorted(
+        ((kind, size, i) for (kind, size), count in counts.items() for i in range(count)),
+        key=lambda task: (task[2] * ROUNDS // counts[task[:2]], task),
+    )
+
+
+@torch.no_grad()
+def measure_block(model: PreTrainedModel, ids: torch.Tensor) -> dict:
+    """
+    Measures the summed loss of a block of token ids `(n,)` in each interval of `BINS`. The first token is not
+    predicted, and a token counts where it stands.
+    """
+    hidden = model.base_model(input_ids=ids[None], use_cache=False)[0][0, :-1]
+    head = model.get_output_embeddings()
+    chunks = zip(hidden.split(512), ids[1:].split(512))  # the logits of all tokens would be the largest tensor
+    losses = torch.cat([F.cross_entropy(head(x).float(), y, reduction="none") for x, y in chunks]).double()
+    ends = [*BINS[1:], len(ids)]
+    sums = [losses[max(begin - 1, 0) : end - 1].sum().item() for begin, end in zip(BINS, ends) if begin < len(ids)]
+    return {"losses": sums, "loss": losses.sum().item()}
+
+
+@torch.no_grad()
+def measure_passage(model: PreTrainedModel, passage, with_bytes: bool) -> dict:
+    """Asks the questions of a passage: whether each digit of each answer is right. With the bytes of a real cache."""
+    found: dict[str, Any] = {"right": dict(zip([q.kind for q in passage.questions], ask(model, passage)))}
+    found["depths"] = {question.kind: round(question.depth, 4) for question in passage.questions}
+    if with_bytes:
+        cache = read(model, passage.ids)
+        # The memory of what left a window in the prompt is freed with the next token.
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+        found |= {"bytes": cache_bytes(cache), "cached_tokens": len(passage.ids) + 1}
+    return found
+
+
+def interval(right: int, count: int) -> tuple[float, float]:
+    """Wilson's interval of a share at 95%."""
+    share, z = right / count, 1.96
+    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
+
+
+def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
+    """
+    Summarises what was measured, one row for each model. Ratios are to the first model, on the blocks and passages
+    that both have been measured on; their intervals, of 95%, are those of the mean over blocks.
+    """
+    rows = []
+    for model in models:
+        row: dict[str, Any] = {"model": model, "perplexity": {}, "retrieval": {}}
+        for kind, size in sorted({key[1:3] for key in found if key[0] == model}):
+            keys = [key for key in found if key[:3] == (model, kind, size) and (models[0], *key[1:]) in found]
+            pairs = [(found[key], found[(models[0], *key[1:])]) for key in sorted(keys, key=lambda key: key[3])]
+            if not pairs:
+                continue
+            if kind == "perplexity":
+                means = [[x["loss"] / (size - 1) for x in pair] for pair in pairs]
+                differences = [ours - theirs for ours, theirs in means]
+                mean = statistics.mean(differences)
+                error = 1.96 * statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
+                begins = [begin for begin in BINS if begin < size]
+                lengths = [min(end, size) - max(begin, 1) for begin, end in zip(begins, [*begins[1:], size])]
+                row["perplexity"][str(size)] = {
+                    "blocks": len(pairs),
+                    "tokens": len(pairs) * size,
+                    "value": math.exp(statistics.mean(ours for ours, _ in means)),
+                    "ratio": math.exp(mean),
+                    "interval": [math.exp(mean - error), math.exp(mean + error)],
+                    "loss_by_position": {
+                        str(begin): statistics.mean(x["losses"][i] for x, _ in pairs) / lengths[i]
+                        for i, begin in enumerate(begins)
+                    },
+                }
+            else:
+                row["retrieval"][str(size)] = {"passages": len(pairs)}
+                for question in pairs[0][0]["right"]:
+                    ours, theirs = ([x["right"][question] for x in each] for each in zip(*pairs))
+                    right, of_source = (sum(map(all, answers)) for answers in (ours, theirs))
+                    row["retrieval"][str(size)][question] = {
+                        "exact": right / len(pairs),
+                        "interval": interval(right, len(pairs)),
+                        "ratio": right / of_source if of_source else None,
+                        "digits": statistics.mean(statistics.mean(answer) for answer in ours),
+                    }
+                one, source = pairs[0]
+                if "bytes" in one:
+                    row["cache"] = {
+                        "tokens": one["cached_tokens"],
+                        "bytes": one["bytes"],
+                        "ratio": one["bytes"] / source["bytes"],
+                    }
+        rows.append(row)
+    return rows
+
+
+def format_rows(rows: list[dict]) -> str:
+    """Formats the summary as a table, with the ratios to the source in brackets."""
+    kinds = {question for row in rows for values in row["retrieval"].values() for question in values} - {"passages"}
+    lines = []
+    for row in rows:
+        name, cache = row["model"], row.get("cache")
+        line = [name, f"{cache['ratio']:.3f}" if cache else ""]
+        line.append(", ".join(f"{x['value']:.2f} ({x['ratio']:.3f})" for x in row["perplexity"].values()))
+        for kind in sorted(kinds):
+            line.append(", ".join(f"{x[kind]['exact']:.2f}" for x in row["retrieval"].values()))
+        lines.append(line)
+    sizes = ", ".join(rows[0]["perplexity"]), ", ".join(rows[0]["retrieval"])
+    return table(
+        lines, ["model", "cache", f"perplexity at {sizes[0]}", *(f"{kind} at {sizes[1]}" for kind in sorted(kinds))]
+    )
+
+
+def _read(path: Path, identity: str) -> dict[tuple, dict]:
+    """What was measured before, by model, kind, tokens and index; a last line that was cut off is left out."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if item["identity"] != identity:
+            raise ValueError(
+                f"`--output` must be new for another text or distance; {str(path)!r} has measurements of others"
+            )
+        found[item["model"], item["kind"], item["size"], item["index"]] = item
+    return found
+
+
+def _missing(models: list[str], tasks: list, found: dict) -> Iterator[tuple[str, list]]:
+    """The tasks that are left, by round and model."""
+    for start in range(0, len(tasks), max(len(tasks) // ROUNDS, 1)):
+        for model in models:
+            part = tasks[start : start + max(len(tasks) // ROUNDS, 1)]
+            left = [task for task in part if (model, *task) not in found]
+            if left:
+                yield model, left
 
 
 def main(arguments: list[str]):
-    """Evaluates the models one after the other, prints their figures and writes them to a JSON file."""
-    parser = argparse.ArgumentParser(prog="lsgpt bench quality", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "models", nargs="+", help="folders, names on the Hub or GGUF files; the first one's tokenizer is used"
+    """Evaluates the models in rounds, prints their figures and writes them to a JSON file."""
+    parser = argparse.ArgumentParser(
+        prog="lsgpt bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", required=True, help="the same as for `lsgpt convert --calibrate`")
-    parser.add_argument("--window", type=int, default=128, help="window of the local heads; default: %(default)s")
-    parser.add_argument("--block_size", type=int, default=2048, help="tokens in a block; default: %(default)s")
-    parser.add_argument("--max_blocks", type=int, default=10, help="blocks for the perplexity; default: %(default)s")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens in a passage; default: %(default)s"
+        "models", nargs="+", help="the source and what was made from it: folders, names on the Hub or GGUF files"
     )
-    parser.add_argument("--keys", type=int, default=4, help="pass keys at each depth and length; default: %(default)s")
+    parser.add_argument("--text", required=True, help="a file or folder, read from its beginning")
+    parser.add_argument(
+        "--block_sizes", type=int, nargs="*", default=[2048, 8192], help="tokens in a block; default: %(default)s"
+    )
+    parser.add_argument("--tokens", type=int, default=200_000, help="tokens for each perplexity; default: %(default)s")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="tokens in a passage; %(default)s"
+    )
+    parser.add_argument("--passages", type=int, default=100, help="passages of each length; default: %(default)s")
+    parser.add_argument(
+        "--distance", type=int, default=512, help="least number of tokens between a number and its question"
+    )
+    parser.add_argument("--minutes", type=float, help="stop after this time; repeat the command to go on")
     parser.add_argument("--output", type=Path, default=OUTPUT / "quality.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    if max(options.lengths) > options.block_size:
-        raise ValueError(f"`--lengths` must be at most `--block_size` ({options.block_size}); got {options.lengths}")
 
     result = begin_result("quality", *arguments)
     tokenizer = load_tokenizer(options.models[0])
     if tokenizer is None:
         raise ValueError(f"the first model must have a tokenizer to read a text with; {options.models[0]!r} has none")
-    _, blocks = read_blocks(options.text, tokenizer, options.block_size, options.max_blocks)
-    keys = random.Random(1).sample(range(10_000, 100_000), options.keys)
-    passages = make_passages(tokenizer, blocks, options.lengths, options.window, keys)
-    if {len(passage.ids) for passage in passages} != set(options.lengths):
-        raise ValueError(f"`--lengths` must leave room for a key outside the window; got {options.lengths}")
-    result |= {"num_tokens": len(blocks) * options.block_size, "num_passages": len(passages), "rows": []}
-    for name in options.models:
-        model = load(name)
-        found = recall(model, passages)
-        row = {"model": name, "perplexity": perplexity(model, blocks), "retrieval": {}}
-        for length in options.lengths:
-            by_depth = {str(depth): share for (of, depth), share in found.items() if of == length}
-            row["retrieval"][str(length)] = {"mean": statistics.mean(by_depth.values()), "by_depth": by_depth}
-        result["rows"].append(row)
-        shares = ", ".join(f"{x['mean']:.3f} at {length} tokens" for length, x in row["retrieval"].items())
-        print(f"{name}: perplexity {row['perplexity']:.3f}; retrieval {shares}", flush=True)
-        write_result(options.output, result)
-    print(f"saved in {options.output}")
+    tasks, most = list_tasks(options), max([*options.block_sizes, *options.lengths])
+    # The same text for some of the sizes as for all of them.
+    needed = -(-options.tokens // max(most, 8192)) * max(most, 8192)
+    text = read_text(options.text, tokenizer, needed)
+    passages = {
+        length: make_passages(tokenizer, text, length, options.passages, options.distance, seed=2)
+        for length in options.lengths
+    }
+    # Starts in random order, so that a part of the blocks is a sample of the whole text.
+    starts = {size: list(range(0, options.tokens, size)) for size in options.block_sizes}
+    for size, of_blocks in starts.items():
+        random.Random(size).shuffle(of_blocks)
+    identity = f"{hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12]}-{options.tokens}-{options.distance}"
+    raw = options.output.with_suffix(".jsonl")
+    found = _read(raw, identity)
+    raw.parent.mkdir(parents=True, exist_ok=True)
+
+    tokens_left = sum(size for _, part in _missing(options.models, tasks, found) for _, size, _ in part)
+    begin, done = time.monotonic(), 0
+    print(f"{tokens_left:,} tokens to read with {len(options.models)} models", flush=True)
+    with raw.open("a", encoding="utf-8") as file:
+        for name, part in _missing(options.models, tasks, found):
+            model = load(name)
+            weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+            if any(key[0] == name and item["weights"] != weights for key, item in found.items()):
+                raise ValueError(
+                    f"`--output` must be new for a model whose weights have changed; {str(raw)!r} has measurements of "
+                    f"another {name!r}"
+                )
+            for kind, size, index in part:
+                start = time.monotonic()
+                if kind == "perplexity":
+                    at = starts[size][index]
+                    item = measure_block(model, text[at : at + size])
+                else:
+                    item = measure_passage(model, passages[size][index], index == 0 and size == max(options.lengths))
+                key = {
+                    "model": name,
+                    "kind": kind,
+                    "size": size,
+                    "index": index,
+                    "identity": identity,
+                    "weights": weights,
+                }
+                found[name, kind, size, index] = item = {**key, **item, "seconds": time.monotonic() - start}
+                file.write(json.dumps(item) + "\n")
+                file.flush()
+                done += size
+                if options.minutes and time.monotonic() - begin > 60 * options.minutes:
+                    break
+            rows = summarize(options.models, found)
+            write_result(options.output, {**result, "text": identity, "rows": rows})
+            spent = time.monotonic() - begin
+            left = spent / done * (tokens_left - done) / 3600
+            speed = f"{done / spent:.0f} a second; {left:.1f} h left"
+            print(f"{name}: {done:,} of {tokens_left:,} tokens; {speed}", flush=True)
+            if options.minutes and spent > 60 * options.minutes:
+                break
+    rows = summarize(options.models, found)
+    write_result(options.output, {**result, "text": identity, "rows": rows})
+    print(f"\n{format_rows(rows)}\n\nsaved in {options.output}")

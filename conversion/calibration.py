@@ -1,8 +1,8 @@
 """Chooses the global heads of a pretrained model on a user's text, measures the loss of quality, and reports both."""
 
-import random
+import math
+import time
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,40 +19,25 @@ from lsgpt.utilities import compare_costs, table
 from lsgpt.utilities.plots import heat_map
 
 from .heads import HeadChanges, choose_global_heads, measure_changes, with_global_heads
+from .retrieval import KINDS, Passage, ask, exact_matches, make_passages
 
 
 MAX_BLOCK_SIZE = 2048
-"""Largest number of tokens in a block of text, for models with more positions than this."""
+"""Largest number of tokens in a block of held-out text, for models with more positions than this."""
 
-PASSAGE_LENGTHS = (1024, 2048)
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where a passage hides its pass key: 0 is the beginning, 1 the last position outside the window."""
-NEEDLE = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is"
-NUM_KEYS = {"choice": 2, "evaluation": 4}
-"""How many keys are hidden at each depth."""
+MEASURED_LENGTH = 1024
+"""Number of tokens in a piece of text or a passage that heads are measured on; or four windows, if these are more."""
 
-NAMES = {
-    "source": "the source: all heads global",
-    "chosen": "the choice: this checkpoint",
-    "first": "the first heads: the same number",
-    "random": "random heads: the same number",
-}
+SHARE_LENGTH = 8192
+"""Number of tokens at which a share of the cache is meant, or the model's positions, if these are fewer."""
 
+LEAST_WINDOW = 128
+"""
+Smallest window to choose for a share of the cache, or a 64th of the tokens, if this is less. At the same cache, more
+global heads are better than wider windows.
+"""
 
-class Passage(NamedTuple):
-    """A text that hides a pass key, followed by the question for it and the answer."""
-
-    ids: torch.Tensor
-    """`(n,)` token ids."""
-    answer_length: int
-    """Number of tokens of the answer, at the end."""
-    depth: float
-    """One of `DEPTHS`."""
-
-
-Recall = dict[tuple[int, float], float]
-"""The share of correct answer tokens, by length and depth."""
+NAMES = {"source": "the source: all heads global", "chosen": "the choice: this checkpoint"}
 
 
 class Calibration(NamedTuple):
@@ -65,10 +50,15 @@ class Calibration(NamedTuple):
     """Number of keys that a query of the other heads sees, including its own."""
     perplexities: dict[str, float]
     """Perplexity per token on held-out text, for the models in `NAMES`."""
-    retrieval: dict[str, Recall]
-    """Recall of the same models; empty if blocks are too short to hide a pass key outside the window."""
+    retrieval: dict[str, dict[str, float]]
+    """
+    The share of questions of each kind that the same models answer right, see `lsgpt.conversion.retrieval`; empty if
+    texts are too short to hide a number outside the window.
+    """
     num_tokens: tuple[int, int]
     """Number of tokens that heads were measured on, and number of held-out tokens."""
+    num_passages: int
+    """Number of held-out passages that hide numbers."""
 
 
 def calibrate(
@@ -78,16 +68,16 @@ def calibrate(
     global_kv_heads: int | float,
     window: int,
     balance: str = "overall",
-    max_blocks: int = 16,
+    max_blocks: int = 4,
 ) -> Calibration:
     """
-    Chooses which heads of a model stay global, and compares the choice with others of the same size.
+    Chooses which heads of a model stay global, and measures what the choice costs. Prints how long this will take.
 
     Args:
         model: A model whose heads are all global.
         tokenizer: The model's tokenizer.
         text, max_blocks: See `read_blocks`. A block has `MAX_BLOCK_SIZE` tokens, or as many as the model has
-            positions, if these are fewer.
+            positions, if these are fewer. There are twice as many passages that hide numbers, for either purpose.
         global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
         window: Number of keys that a query of a local head sees, including its own.
         balance: See `choose_global_heads`.
@@ -95,37 +85,60 @@ def calibrate(
     Raises:
         ValueError: If the number leaves no choice, the window hides nothing, or the text is too short.
     """
-    config = model.config
-    block_size = min(config.max_position_embeddings, MAX_BLOCK_SIZE)
-    count = count_global_heads(config, global_kv_heads, balance)
+    block_size = min(model.config.max_position_embeddings, max(MAX_BLOCK_SIZE, 4 * window))
+    count = count_global_heads(model.config, global_kv_heads, balance)
     if not 2 <= window < block_size:
         raise ValueError(
             f"`window` must be between 2 and {block_size - 1}, because heads are measured on blocks of "
             f"{block_size} tokens; got {window}"
         )
-    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-    scores = {
-        "first": torch.arange(kv_heads, 0, -1).expand(layers, -1),
-        "random": torch.rand(layers, kv_heads, generator=torch.Generator().manual_seed(0)),
-    }
-    choices = {name: choose_global_heads(score, count, balance) for name, score in scores.items()}
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
-    # The pass keys for the choice differ from those for the evaluation, too.
-    keys = random.Random(0).sample(range(10_000, 100_000), sum(NUM_KEYS.values()))
-    lengths = [length for length in PASSAGE_LENGTHS if length <= block_size] or [block_size]
-    split = NUM_KEYS["choice"]
-    passages = make_passages(tokenizer, blocks, lengths[-1:], window, keys[:split])
-    questions = make_passages(tokenizer, held_out, lengths, window, keys[split:])
+    length = min(block_size, max(MEASURED_LENGTH, 4 * window))
+    pieces = [piece for block in blocks for piece in block.split(length) if len(piece) == length]
+    passages, questions = [], []
+    if has_room(tokenizer, length, window):
+        # The numbers and texts of the choice differ from those of the evaluation.
+        passages = make_passages(tokenizer, torch.cat(blocks), length, 2 * len(blocks), window, seed=0)
+        questions = make_passages(tokenizer, torch.cat(held_out), length, 2 * len(held_out), window, seed=1)
 
-    inputs = [(passage.ids, passage.answer_length) for passage in passages]
-    changes = measure_changes(model, blocks, window, inputs)
-    choices = {"chosen": choose_global_heads(changes.scores, count, balance)} | choices
-    models = {"source": model}
-    models |= {name: with_global_heads(model, heads, window, changes.sinks) for name, heads in choices.items()}
+    begin = time.perf_counter()
+    perplexity(model, pieces[:1])
+    # Measuring computes attention two more times, without a fast kernel.
+    passes = 2 * len(pieces) + 1.2 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
+    print(f"Calibration takes about {math.ceil((time.perf_counter() - begin) * passes / 60)} min", flush=True)
+
+    changes = measure_changes(model, pieces, window, [passage.with_questions() for passage in passages])
+    chosen = choose_global_heads(changes.scores, count, balance)
+    models = {"source": model, "chosen": with_global_heads(model, chosen, window, changes.sinks)}
     perplexities = {name: perplexity(each, held_out, f"Perplexity: {name}") for name, each in models.items()}
     retrieval = {name: recall(each, questions, f"Retrieval: {name}") for name, each in models.items() if questions}
     num_tokens = len(blocks) * block_size, len(held_out) * block_size
-    return Calibration(changes, choices["chosen"], window, perplexities, retrieval, num_tokens)
+    return Calibration(changes, chosen, window, perplexities, retrieval, num_tokens, len(questions))
+
+
+def budget_heads(config: LSGPTConfig, cache_share: float) -> tuple[int, int]:
+    """
+    Divides a share of the source's cache at `SHARE_LENGTH` tokens between global heads and windows: as many global
+    key/value heads as leave all others `LEAST_WINDOW` tokens, and for these what remains.
+
+    Returns:
+        The number of global key/value heads in the whole model, and the window.
+
+    Raises:
+        ValueError: If the share leaves no global head, or no local one.
+    """
+    total = config.num_hidden_layers * config.num_key_value_heads
+    length = min(SHARE_LENGTH, config.max_position_embeddings)
+    least = max(min(LEAST_WINDOW, length // 64), 2)
+    count = math.floor(total * (cache_share * length - least) / (length - least) + 1e-9)
+    if not 1 <= count < total:
+        low = (length + (total - 1) * least) / (total * length)
+        raise ValueError(
+            f"`cache_share` must be at least {low:.3f}, one global key/value head of {total} and windows of {least} "
+            f"tokens, and below 1; got {cache_share}"
+        )
+    window = math.floor(length * (cache_share * total - count) / (total - count) + 1e-9)
+    return count, min(window, length - 1)
 
 
 def count_global_heads(config: LSGPTConfig, global_kv_heads: int | float, balance: str) -> int:
@@ -181,44 +194,13 @@ def read_blocks(
     return train, validation
 
 
-def make_passages(
-    tokenizer: PreTrainedTokenizerBase,
-    blocks: Sequence[torch.Tensor],
-    lengths: Iterable[int],
-    window: int,
-    keys: Iterable[int],
-) -> list[Passage]:
-    """
-    Makes passages that hide a pass key: for each key, one passage of every length at each of the `DEPTHS`.
-
-    At every depth, the key is outside the window of the queries that predict the answer.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        blocks: Token ids `(n,)` of the text around the key; the passages use them in turn.
-        lengths: Numbers of tokens in a passage, at most n. Lengths without room for a key outside the window are
-            skipped.
-        window: Number of keys that a query of a local head sees, including its own.
-        keys: The numbers to hide.
-    """
-
-    def encode(words: str) -> torch.Tensor:
-        return torch.tensor(tokenizer(words, add_special_tokens=False)["input_ids"])
-
-    fillers, passages, question = cycle(blocks), [], encode(QUESTION)
-    for key in keys:
-        needle, end = encode(NEEDLE.format(key=key)), encode(f"{QUESTION} {key}")
-        shared = min(len(question), len(end))
-        is_equal = question[:shared] == end[:shared]
-        answer_length = len(end) - int(is_equal.cumprod(0).sum())
-        for length in lengths:
-            room = length - window - len(needle) - len(end)
-            for depth in DEPTHS if room >= 0 else ():
-                filler = next(fillers)[: length - len(needle) - len(end)]
-                at = round(depth * room)
-                ids = torch.cat([filler[:at], needle, filler[at:], end])
-                passages.append(Passage(ids, answer_length, depth))
-    return passages
+def has_room(tokenizer: PreTrainedTokenizerBase, length: int, window: int) -> bool:
+    """Whether passages of `length` tokens can hide a number outside a window."""
+    try:
+        make_passages(tokenizer, torch.zeros(length, dtype=torch.long), length, 1, window)
+    except ValueError:
+        return False
+    return True
 
 
 def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], description: str = "Perplexity") -> float:
@@ -230,19 +212,10 @@ def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], descripti
     return perplexity_of(*total_loss(model, ({"input_ids": ids, "labels": ids} for ids in rows)))
 
 
-@torch.no_grad()
-def recall(model: PreTrainedModel, passages: Sequence[Passage], description: str = "Retrieval") -> Recall:
-    """
-    Computes, for each length and depth of `passages`, the share of answer tokens that a causal language model predicts
-    as the most likely ones, given the correct tokens before them.
-    """
-    shares: dict[tuple[int, float], list[float]] = {}
-    for ids, answer_length, depth in tqdm(passages, desc=description, leave=False):
-        inputs = ids[None, :-1].to(model.device)
-        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=answer_length).logits[0]
-        right = logits.argmax(-1).cpu() == ids[-answer_length:]
-        shares.setdefault((len(ids), depth), []).append(right.float().mean().item())
-    return {place: sum(values) / len(values) for place, values in shares.items()}
+def recall(model: PreTrainedModel, passages: Sequence[Passage], description: str = "Retrieval") -> dict[str, float]:
+    """Computes the share of questions of each kind to which a causal language model answers with the right number."""
+    answers = [ask(model, passage) for passage in tqdm(passages, desc=description, leave=False)]
+    return exact_matches(answers, [passage.questions for passage in passages])
 
 
 def write_report(folder: str | Path, source: str, text: str, calibration: Calibration, config: LSGPTConfig) -> Path:
@@ -258,7 +231,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     Returns:
         The path of the report.
     """
-    changes, global_kv_heads, window, _, retrieval, num_tokens = calibration
+    changes, global_kv_heads, window, _, retrieval, num_tokens, _ = calibration
     folder = Path(folder)
     scores = changes.scores
     plot_scores(folder / "heads.png", scores, global_kv_heads)
@@ -266,7 +239,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     num_global = sum(map(len, global_kv_heads))
     measured = f"{num_tokens[0]:,} tokens of {text}"
     if changes.retrieval is not None:
-        measured += " and, with equal weight, at the answers in passages that hide a pass key in this text"
+        measured += " and, with equal weight, at the answers in passages that hide numbers in this text"
     heads = [
         [f"**{x:.2%}**" if head in chosen else f"{x:.2%}" for head, x in enumerate(row)]
         for row, chosen in zip(scores.tolist(), global_kv_heads)
@@ -278,18 +251,14 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     report = f"""# {source}: choice of global heads
 
 {num_global} of {layers * kv_heads} key/value heads stay global, with the query heads that they serve; the others see
-{window} tokens and have sinks. No weights were trained: heal the model before use (`lsgpt train heal`).
+{window} tokens and have sinks. No weights were trained: healing the model wins back most of what is lost
+(`lsgpt train heal`).
 
 ## Quality
 
-Perplexity per token on {num_tokens[1]:,} tokens of {text} that were not used for the choice, and the mean of the next
-table. The sinks of the first and the random heads were measured in the same way.
+Perplexity per token on {num_tokens[1]:,} tokens of {text} that were not used for the choice{_describe(calibration)}.
 
-{table(format_quality(calibration), ["global heads", "perplexity", *(["retrieval"] if retrieval else [])])}
-
-## Retrieval of a pass key
-
-{_retrieval_section(retrieval)}
+{table(format_quality(calibration), ["global heads", "perplexity", *next(iter(retrieval.values()), {})])}
 
 ## Cost
 
@@ -315,28 +284,20 @@ come first.
 
 
 def format_quality(calibration: Calibration) -> list[list[str]]:
-    """Formats the name of each model, its perplexity and, if it was measured, its mean retrieval."""
+    """Formats the name of each model, its perplexity and, if it was measured, its share of right answers by kind."""
     rows = []
     for name, value in calibration.perplexities.items():
         shares = calibration.retrieval.get(name, {}).values()
-        rows.append([NAMES[name], f"{value:.3f}", *([f"{sum(shares) / len(shares):.3f}"] if shares else [])])
+        rows.append([NAMES[name], f"{value:.3f}", *(f"{share:.2f}" for share in shares)])
     return rows
 
 
-def _retrieval_section(retrieval: dict[str, Recall]) -> str:
-    if not retrieval:
-        return "Not measured: blocks of the text have no room to hide a pass key outside the window."
-    rows = [
-        [f"{length:,}", f"{depth:.0%}", *(f"{shares[length, depth]:.2f}" for shares in retrieval.values())]
-        for length, depth in sorted(retrieval["source"])
-    ]
-    names = [NAMES[name].split(":")[0] for name in retrieval]
-    num_keys = NUM_KEYS["evaluation"]
-    return f"""A five-digit number is hidden in a text that asks for it at the end. The table shows the share of its
-tokens that the model predicts as the most likely ones, given those before them, for {num_keys} numbers at each depth;
-100% is the last position outside the window. Some tokens, such as a space, can be guessed.
-
-{table(rows, ["tokens", "depth", *names])}"""
+def _describe(calibration: Calibration) -> str:
+    if not calibration.retrieval:
+        return "; blocks of the text have no room to hide numbers outside the window and ask for them"
+    return f""". And the share of
+right answers to questions about five-digit numbers that are hidden in {calibration.num_passages} passages of this
+text, outside the window. An answer is right if all digits are. Kinds of questions: {", ".join(KINDS)}"""
 
 
 def _cost_lengths(config: LSGPTConfig) -> list[int]:

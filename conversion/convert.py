@@ -7,13 +7,16 @@ import torch
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.utilities import looks_like_a_path
 
-from .calibration import Calibration, calibrate, write_report
+from .calibration import Calibration, budget_heads, calibrate, write_report
 from .decoders import NORM_TYPES
 from .heads import with_global_heads
 from .nanogpt import load_nanogpt
 from .pretrained import convert_pretrained, load_config, load_pretrained, load_tokenizer, read_origin, write_origin
 from .shards import convert_shards
 
+
+CACHE_SHARE = 0.2
+"""Size of the cache as a share of the source's, by default."""
 
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
 
@@ -25,16 +28,17 @@ def convert(
     window: int | None = None,
     text: str | None = None,
     balance: str = "overall",
-    max_blocks: int = 16,
+    max_blocks: int = 4,
+    cache_share: float | None = None,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
     Converts a checkpoint of nanoGPT, the paper's code, GPT-2 or a decoder with Llama's blocks (see `decoders`) to an
     LSGPT checkpoint with the same logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
     generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
-    With a text, all but `global_kv_heads` heads become local and get sinks: those whose output changes least. The
-    change is measured on one part of the text, and perplexity and retrieval before and after on the other.
-    `report.md` shows the results.
+    With a text, some heads become local and get sinks: those whose output changes least. The change is measured on one
+    part of the text, and perplexity and retrieval before and after on the other. `report.md` shows the results. How
+    many heads become local, and how many tokens they see, follows from `cache_share`, or is given instead.
 
     Args:
         source: A file that nanoGPT or the paper's code wrote (`ckpt.pt`); or a model of one of the other kinds: its
@@ -44,6 +48,8 @@ def convert(
         window: Number of keys that a query of a local head sees, including its own.
         text, max_blocks: See `calibrate`.
         balance: See `choose_global_heads`.
+        cache_share: Size of the key/value cache at 8,192 tokens as a share of the source's, see `budget_heads`; 0.2
+            without `global_kv_heads` and `window`.
 
     Returns:
         The converted model, and the calibration, if there is a `text`. The weights of a model that was converted
@@ -57,10 +63,15 @@ def convert(
     source, folder = str(source), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not empty")
-    wanted = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`text` (`--calibrate`)": text}
-    absent = [name for name, value in wanted.items() if value is None]
-    if len(absent) in (1, 2):
-        raise ValueError(f"{', '.join(wanted)} must be given together; missing: {', '.join(absent)}")
+    sizes = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`cache_share`": cache_share}
+    given = [name for name, value in sizes.items() if value is not None]
+    if given not in ([], ["`global_kv_heads`", "`window`"], ["`cache_share`"]):
+        raise ValueError(
+            "`global_kv_heads` and `window` must be given together, or `cache_share` instead of them; got "
+            f"{' and '.join(given)}"
+        )
+    if given and text is None:
+        raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
 
     pretrained = tokenizer = origin = calibration = None
     is_saved = False
@@ -96,10 +107,13 @@ def convert(
             )
         if 0 in model.config.num_global_heads_per_layer:
             raise ValueError(
-                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their heads "
-                f"would be measured as if they had none; got {text!r}. Convert it without, and make heads of its other "
-                "layers local with `with_global_heads`"
+                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their "
+                f"heads would be measured as if they had none; got {text!r}. Convert it without, and make heads of "
+                "its other layers local with `with_global_heads`"
             )
+        if global_kv_heads is None or window is None:
+            share = CACHE_SHARE if cache_share is None else cache_share
+            global_kv_heads, window = budget_heads(model.config, share)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)
         calibration = calibrate(model, tokenizer, text, global_kv_heads, window, balance, max_blocks)

@@ -11,6 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lsgpt.modeling_lsgpt import (
+    FULL_WINDOW,
     GLOBAL,
     LOCAL,
     LSGPTAttention,
@@ -29,19 +30,23 @@ QUERIES_AT_ONCE = 128
 """Number of queries of one layer whose attention weights are in memory at the same time."""
 
 SINK_LOGITS = torch.arange(-8.0, 4.25, 0.25, dtype=torch.float64)
-"""The sink logits to choose from, relative to the log-sum-exp of a head's logits."""
+"""The sink logits to choose from, relative to the log-sum-exp of a head's logits in the window."""
+
+ROUNDS = 20
+"""Maximum number of times that values and logits of sinks are fitted to each other; a few are enough."""
 
 
 class Sinks(NamedTuple):
     """
-    Replacements for the tokens that a head no longer sees when it becomes local. Its output is then
-    `sum(exp(z) * v) / (sum(exp(z)) + exp(logit)) + value`, with sums over the keys in its window.
+    Replacements for the first tokens of a text, which a head no longer sees when it becomes local. The output of a
+    query with a full window is then `(sum(exp(z) * v) + exp(logit) * value) / (sum(exp(z)) + exp(logit))`, with sums
+    over the keys in its window. Other queries have the first tokens themselves, and no sink.
     """
 
     logits: torch.Tensor
     """`(L, H)`, in the softmax's denominator."""
     values: torch.Tensor
-    """`(L, H, D)`, added to the head's output, as part of the output projection's bias."""
+    """`(L, H_kv, D)`: the query heads of a key/value head share it, as they share the values of tokens."""
 
 
 class HeadChanges(NamedTuple):
@@ -100,12 +105,7 @@ def with_global_heads(
         others = [head for head in range(num_kv_heads) if head not in chosen]
         prefix = f"model.layers.{layer}.self_attn."
         if sinks is not None and any(len(heads) < num_kv_heads for heads in global_kv_heads):
-            local, weight = query_heads[others].flatten(), weights[f"{prefix}o_proj.weight"]
-            if others:
-                weights[f"{prefix}sinks"] = sinks.logits[layer, local].to(weight)
-            columns = weight.double().unflatten(1, (num_heads, -1))[:, local.to(weight.device)].flatten(1)
-            bias = columns @ sinks.values[layer, local].flatten().to(columns)
-            weights[f"{prefix}o_proj.bias"] = (bias + weights.get(f"{prefix}o_proj.bias", 0)).to(weight.dtype)
+            _add_sinks(weights, prefix, sinks.logits[layer], sinks.values[layer], query_heads, others)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
         # The output projection's bias does not belong to heads.
@@ -121,12 +121,40 @@ def with_global_heads(
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
     # With all heads global, `attention_sinks` may be set, but there are no sinks that the local heads could take over.
-    config.attention_sinks = sinks is not None and min(counts) < num_heads
-    if config.attention_sinks and not config.has_bias("o_proj"):
+    config.attention_sinks = FULL_WINDOW if sinks is not None and min(counts) < num_heads else False
+    if config.attention_sinks:
         parts = config.use_bias if isinstance(config.use_bias, list) else []
-        config.use_bias = [*parts, "o_proj"]
+        added = [part for part in ("qkv_proj", "o_proj") if not config.has_bias(part)]
+        config.use_bias = [*parts, *added] if added else config.use_bias
     config.validate_architecture()
     return model_from_weights(config, weights)
+
+
+def _add_sinks(
+    weights: dict[str, torch.Tensor],
+    prefix: str,
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    query_heads: torch.Tensor,
+    local_kv_heads: list[int],
+):
+    """
+    Adds the sinks `(H,)` of a layer with their values `(H_kv, D)` to its weights. In the model, a sink has no value.
+    So its value `c` is subtracted from the values of all tokens, in the bias of their projection, and added to the
+    head's output, in the bias of the output projection: `sum(p * (v - c)) + c = sum(p * v) + (1 - sum(p)) * c`. For
+    queries without the sink, the weights `p` sum to 1, and nothing changes.
+    """
+    local = query_heads[local_kv_heads].flatten()
+    weight = weights[f"{prefix}o_proj.weight"]
+    if local_kv_heads:
+        weights[f"{prefix}sinks"] = logits[local].to(weight)
+    values = values.to(weight.device, torch.float64, copy=True)
+    values[[head for head in range(len(values)) if head not in local_kv_heads]] = 0.0
+    of_queries = values.repeat_interleave(query_heads.shape[1], dim=0).flatten()
+    added = {"v": -values.flatten(), "o": weight.double() @ of_queries, "k": torch.zeros(values.numel())}
+    for name, bias in {**added, "q": torch.zeros(of_queries.numel())}.items():
+        before = weights.get(f"{prefix}{name}_proj.bias")
+        weights[f"{prefix}{name}_proj.bias"] = (bias if before is None else bias.to(before.device) + before).to(weight)
 
 
 @torch.no_grad()
@@ -134,7 +162,7 @@ def measure_changes(
     model: LSGPTForCausalLM,
     blocks: Iterable[torch.Tensor],
     window: int,
-    passages: Iterable[tuple[torch.Tensor, int]] = (),
+    passages: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> HeadChanges:
     """
     Measures how much the output of each head changes when it becomes local, with the sinks that change it least.
@@ -146,30 +174,27 @@ def measure_changes(
         model: A model whose heads are all global.
         blocks: Token ids, `(n,)` each.
         window: Number of keys that a query of a local head sees, including its own.
-        passages: Token ids `(n,)`, each with the number of tokens at the end whose prediction counts.
+        passages: Token ids `(n,)`, each with the weights of its last queries, see `Passage.with_questions`.
 
     Raises:
         ValueError: If the model has local heads.
     """
     _check_all_global(model)
-    layers = attention_layers(model)
-    # For the choice, all queries count the same. For the sinks, early queries count more, because the outputs of a
-    # token's heads reach all later tokens. Otherwise, sinks change the first token, which gets much of a pretrained
-    # model's attention, and ruin everything after it.
-    text, fitted = ([_Moments() for _ in layers] for _ in range(2))
-    rows = ((ids, torch.stack([1 / torch.arange(1, len(ids) + 1), torch.ones(len(ids))])) for ids in blocks)
-    _collect(model, rows, window, list(zip(fitted, text)))
-    fits = [moments.fit() for moments in fitted]
-    retrieval = [_Moments(moments.logits) for moments in fitted]
-    _collect(model, ((ids[:-1], torch.ones(1, length)) for ids, length in passages), window, list(zip(retrieval)))
+    layers, kv_heads = attention_layers(model), model.config.num_key_value_heads
+    text = [_Moments() for _ in layers]
+    _collect(model, ((ids, torch.ones(len(ids))) for ids in blocks), window, text, "text")
+    fits = [moments.fit(kv_heads) for moments in text]
+    retrieval = [_Moments(moments.logits) for moments in text]
+    _collect(model, passages, window, retrieval, "passages")
 
     def share(moments: list[_Moments]) -> torch.Tensor:
-        changes = [each.change(index, value) / each.outputs for each, (index, value) in zip(moments, fits)]
-        return torch.stack(changes).unflatten(1, (model.config.num_key_value_heads, -1)).sum(2)
+        changes = [each.change(values).gather(1, i[:, None]) for each, (i, values) in zip(moments, fits)]
+        outputs = torch.tensor([each.outputs for each in moments])
+        return torch.stack(changes).view(len(moments), kv_heads, -1).sum(2) / outputs[:, None]
 
-    logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(fitted, fits)]
-    sinks = Sinks(torch.stack(logits), torch.stack([value for _, value in fits]))
-    return HeadChanges(share(text), share(retrieval) if retrieval[0].total else None, sinks)
+    logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
+    sinks = Sinks(torch.stack(logits), torch.stack([values for _, values in fits]))
+    return HeadChanges(share(text), share(retrieval) if retrieval[0].outputs else None, sinks)
 
 
 class _Moments:
@@ -177,77 +202,92 @@ class _Moments:
     Sums over queries that determine how much the heads of a layer change, for any sinks.
 
     A head returns `f` over all keys, and `w` over its window alone. With a sink of logit `s` and value `c`, it returns
-    `g * w + c` with `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The change is
-    `sum |f - g w - c|^2 = sum |f|^2 - 2 sum g f.w + sum g^2 |w|^2 - 2 c . sum (f - g w) + total * |c|^2`.
-    All sums are over queries, which may have weights. Those with `g` are computed for every sink logit of a grid.
+    `g * w + (1 - g) * c` with `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The
+    change is `sum |f - g w - (1 - g) c|^2 = sum |f - g w|^2 - 2 c . sum (1 - g) (f - g w) + sum (1 - g)^2 |c|^2`.
+    All sums are over queries, which have weights, and are computed for every sink logit of a grid. Queries without a
+    full window do not change.
     """
 
     def __init__(self, logits: torch.Tensor | None = None):
         self.logits = logits
         """`(H, K)`, the grid of sink logits; `None` until the first block shows the range of a head's logits."""
-        self.total = 0.0
-        """Sum of the queries' weights."""
         self.outputs = 0.0
-        """Sum of the squared outputs over all keys."""
-        self.squares = torch.zeros(1, 1, dtype=torch.float64)  # `(H, K)` once there are queries
-        self.sums = torch.zeros(1, 1, 1, dtype=torch.float64)  # `(H, K, D)`
+        """Sum of the squared outputs over all keys, of all queries."""
+        self.squares = torch.zeros(1, 1, dtype=torch.float64)
+        """`(H, K)` once there are queries, the sum of `|f - g w|^2`."""
+        self.products = torch.zeros(1, 1, 1, dtype=torch.float64)
+        """`(H, K, D)`, the sum of `(1 - g) (f - g w)`."""
+        self.rests = torch.zeros(1, 1, dtype=torch.float64)
+        """`(H, K)`, the sum of `(1 - g)^2`."""
 
     def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
         """
-        Adds queries: their outputs over all keys and over the window, `(H, T, D)` each, the log-sum-exp over the
-        window, `(H, T)`, and their weights, `(T,)`.
+        Adds queries with a full window: their outputs over all keys and over the window, `(H, T, D)` each, the
+        log-sum-exp over the window, `(H, T)`, and their weights, `(T,)`.
         """
-        self.total += weights.sum().item()
-        self.outputs += torch.einsum("htd,t->", full.double().square(), weights).item()
         gates = (lse[..., None] - self.logits[:, None].to(lse)).sigmoid()  # `(H, T, K)`
         crossed, squared = (full * local).sum(-1, keepdim=True), local.square().sum(-1, keepdim=True)
         squares = gates * (gates * squared - 2 * crossed) + full.square().sum(-1, keepdim=True)
         self.squares = self.squares + torch.einsum("htk,t->hk", squares.double(), weights).cpu()
-        weights = weights[:, None].to(full)
-        sums = (full * weights).sum(1)[:, None] - (gates * weights).transpose(1, 2) @ local
-        self.sums = self.sums + sums.double().cpu()
+        rests = (1 - gates) * weights[:, None].to(gates)
+        self.rests = self.rests + (rests * (1 - gates)).sum(1).double().cpu()
+        products = rests.transpose(1, 2) @ full - (rests * gates).transpose(1, 2) @ local
+        self.products = self.products + products.double().cpu()
 
-    def fit(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the sinks that change the heads least: indices into the grid, `(H,)`, and values, `(H, D)`."""
-        values = self.sums / self.total
-        index = (self.squares - self.total * values.square().sum(-1)).argmin(1)
-        return index, values[torch.arange(len(index)), index]
-
-    def change(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Computes the summed squared changes `(H,)`, with sinks as returned by `fit`."""
+    def fit(self, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Finds sinks that change the heads little: indices into the grid, `(H,)`, and values, `(H_kv, D)`. In turn, the
+        values are the best ones for the logits, and the logits for the values, until nothing improves.
+        """
+        tiny = torch.finfo(torch.float64).tiny
+        index = (self.squares - self.products.square().sum(-1) / self.rests.clamp(min=tiny)).argmin(1)
         heads = torch.arange(len(index))
-        shift = value * (self.total * value - 2 * self.sums[heads, index])
-        return (self.squares[heads, index] + shift.sum(-1)).clamp(min=0)
+        for _ in range(ROUNDS):
+            products = self.products[heads, index].unflatten(0, (kv_heads, -1)).sum(1)
+            rests = self.rests[heads, index].unflatten(0, (kv_heads, -1)).sum(1)
+            values = products / rests.clamp(min=tiny)[:, None]
+            before, index = index, self.change(values).argmin(1)
+            if torch.equal(index, before):
+                break
+        return index, values
+
+    def change(self, values: torch.Tensor) -> torch.Tensor:
+        """Computes the summed squared changes `(H, K)`, for values `(H_kv, D)` and all logits of the grid."""
+        values = values.repeat_interleave(len(self.products) // len(values), dim=0)[:, None]
+        shift = (self.rests[..., None] * values - 2 * self.products) * values
+        return (self.squares + shift.sum(-1)).clamp(min=0)
 
 
 def _collect(
     model: LSGPTForCausalLM,
     inputs: Iterable[tuple[torch.Tensor, torch.Tensor]],
     window: int,
-    moments: list[tuple[_Moments, ...]],
+    moments: list[_Moments],
+    what: str,
 ):
     """
     Adds the last queries of each input to the moments of each layer. An input consists of token ids `(n,)` and weights
-    for as many queries as are added, with one row for each of the layer's moments.
+    for as many queries as are added.
     """
-    weights = torch.empty(0, 0)
+    weights = torch.empty(0)
 
-    def measuring(layer: LSGPTAttention, of_layer: tuple[_Moments, ...]) -> Callable:
+    def measuring(layer: LSGPTAttention, of_layer: _Moments) -> Callable:
         attend = layer.attend
 
         def measure_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
             length = key.shape[2]
-            if of_layer[0].logits is None:
-                _, lse = _attend(layer, query, key, value, max(length - QUERIES_AT_ONCE, 0), length)
-                for each in of_layer:
-                    each.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
-            start = length - weights.shape[1]
-            for part in weights.to(key.device, torch.float64).split(QUERIES_AT_ONCE, dim=1):
-                stop = start + part.shape[1]
-                full, _ = _attend(layer, query, key, value, start, stop)
-                local, lse = _attend(layer, query, key, value, start, stop, window)
-                for each, row in zip(of_layer, part):
-                    each.add(full, local, lse, row)
+            if of_layer.logits is None:
+                _, lse = _attend(layer, query, key, value, max(length - QUERIES_AT_ONCE, 0), length, window)
+                of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
+            start = length - len(weights)
+            for part in weights.to(key.device, torch.float64).split(QUERIES_AT_ONCE):
+                stop, is_full = start + len(part), max(window - 1 - start, 0)
+                if part.any():
+                    full, _ = _attend(layer, query, key, value, start, stop)
+                    of_layer.outputs += torch.einsum("htd,t->", full.double().square(), part).item()
+                    if is_full < len(part):
+                        local, lse = _attend(layer, query, key, value, start + is_full, stop, window)
+                        of_layer.add(full[:, is_full:], local, lse, part[is_full:])
                 start = stop
             return attend(query, key, value, *args, **kwargs)
 
@@ -257,7 +297,7 @@ def _collect(
     for layer, of_layer in zip(layers, moments):
         layer.attend = measuring(layer, of_layer)
     try:
-        for ids, weights in tqdm(inputs, desc="Measuring heads", leave=False):  # noqa: B007 (`measuring` reads it)
+        for ids, weights in tqdm(inputs, desc=f"Measuring heads on {what}", leave=False):  # noqa: B007 (it is read)
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         for layer in layers:

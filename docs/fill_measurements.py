@@ -136,19 +136,30 @@ def smollm2() -> str:
 
 
 def quality() -> str:
-    """Perplexity and retrieval of a source and of what was made of it."""
-    files = [name for name in ("quality.json", "quality-w256.json") if (RESULTS / name).exists()]
-    if not files:
+    """Cache, perplexity and retrieval of a source and of what was made of it."""
+    if not (RESULTS / "quality" / "quality.json").exists():
         return MISSING
-    results = [row for name in files for row in read(name)["rows"]]
-    first, rows = results[0], []
+    results = read("quality/quality.json")["rows"]
+    lines = []
     for row in results:
-        cells = [f"{row['perplexity']:.2f} ({row['perplexity'] / first['perplexity']:.3f})"]
-        for length, found in row["retrieval"].items():
-            cells.append(f"{found['mean']:.3f} ({found['mean'] / first['retrieval'][length]['mean']:.3f})")
-        rows.append([f"`{row['model']}`", *cells])
-    lengths = [f"retrieval at {int(length):,} tokens" for length in first["retrieval"]]
-    return with_sources(" | ".join(["model, and share of the source's", "perplexity", *lengths]), rows, *files)
+        name, cache = f"`{row['model']}`", row.get("cache")
+        share = f"{cache['ratio']:.3f} of {cache['tokens']:,} tokens" if cache else MISSING
+        for size, x in row["perplexity"].items():
+            ratio = f"{x['ratio']:.3f}" if row is results[0] else f"{x['ratio']:.3f} ({_range(x['interval'])})"
+            what = f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}"
+            lines.append([name, share, what, f"{x['value']:.2f}", ratio])
+        for size, found in row["retrieval"].items():
+            for kind in found.keys() - {"passages"}:
+                x = found[kind]
+                what = f"{kind}, {found['passages']} passages of {int(size):,} tokens"
+                ratio = f"{x['ratio']:.3f}" if x["ratio"] is not None else ""
+                lines.append([name, share, what, f"{x['exact']:.2f} ({_range(x['interval'])})", ratio])
+    header = "model | cache, as a share of the source's | what | measured | as a share of the source's"
+    return with_sources(header, sorted(lines, key=lambda line: line[2]), "quality/quality.json")
+
+
+def _range(interval: list[float]) -> str:
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def growth() -> str:

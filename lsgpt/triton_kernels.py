@@ -84,7 +84,7 @@ def fused_attention_forward(
         num_global_heads: Number of query heads that see all keys up to their own position.
         window: W, the number of keys that a query of the other heads sees, including its own.
         scaling: Factor of the dot products.
-        sinks (`(H,)`, *optional*): One extra logit per head in the softmax's denominator.
+        sinks (`(H,)` or `(B or 1, H, T)`, *optional*): One extra logit per head in the softmax's denominator.
         measure: Whether to return the largest logits.
 
     Returns:
@@ -97,6 +97,8 @@ def fused_attention_forward(
     _check(query)
     # The memory layout that the projections produce, so this usually copies nothing.
     tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    if sinks is not None and sinks.ndim == 3:
+        sinks = sinks.expand(len(query), -1, -1).contiguous()
     output, _, max_logits = _attend(*tensors, *spans, sinks, num_global_heads, window, scaling, measure)
     return output, max_logits if measure else None
 
@@ -151,7 +153,17 @@ def _attend(
     largest = lse.new_empty(*lse.shape[:2], num_blocks if measure else 0)
     with torch.cuda.device_of(query):
         _forward_kernel[(num_blocks * lse.shape[0] * lse.shape[1],)](
-            query, key, value, output, lse, largest, sinks, **call, **options, MEASURE=measure
+            query,
+            key,
+            value,
+            output,
+            lse,
+            largest,
+            sinks,
+            **call,
+            **options,
+            MEASURE=measure,
+            SINKS_OF_QUERIES=sinks is not None and sinks.ndim == 3,
         )
     return output, lse, largest.amax((0, 2)) if measure else max_logits
 
@@ -184,8 +196,9 @@ def _differentiate(
     delta = (output.float() * gradient.float()).sum(-1).transpose(1, 2).contiguous()
     gradients = _like_inputs(gradient, query, key, value, output, lse, first, last, sinks)
     if sinks is not None:
-        weights = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
-        gradients[3].copy_(-(weights * delta).sum((0, 2)))
+        weights = torch.exp2((sinks if sinks.ndim == 3 else sinks[:, None]).float() * _LOG2_E - lse)
+        of_queries = -(weights * delta)
+        gradients[3].copy_(of_queries if sinks.ndim == 3 else of_queries.sum((0, 2)))
     known = query, key, value, gradient, lse, delta
     call = _describe(query, key, first, last, num_global_heads, window, scaling)
     with torch.cuda.device_of(query):
@@ -360,6 +373,7 @@ def _forward_kernel(
     query, key, value, output, lse, largest, sinks, first, last, batch_size, q_length, kv_length, window, scaling,
     HEADS: tl.constexpr, GLOBAL_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MEASURE: tl.constexpr,
+    SINKS_OF_QUERIES: tl.constexpr,
 ):
     """Outputs, log-sum-exps to base 2 `(B, H, T)`, and the largest logit of each block of queries `(B, H, blocks)`."""
     SPANS: tl.constexpr = first is not None
@@ -378,8 +392,12 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mean = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     top = tl.zeros((BLOCK_Q,), tl.float32)
+    row = sequence.to(tl.int64) * HEADS + head
     if sinks is not None:  # every query sees its sink first
-        maximum += tl.load(sinks + head).to(tl.float32) * LOG2_E
+        if SINKS_OF_QUERIES:
+            maximum += _load_numbers(sinks, row, start, q_length, 0.0, BLOCK_Q).to(tl.float32) * LOG2_E
+        else:
+            maximum += tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     for MASKED in tl.static_range(2):  # first the blocks that need no mask
         for k_start in range(masked if MASKED else begin, end if MASKED else masked, BLOCK_K):
@@ -411,7 +429,6 @@ def _forward_kernel(
     mean = mean / total[:, None]
     _store_rows(output, mean, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
     rows = start + tl.arange(0, BLOCK_Q)
-    row = sequence.to(tl.int64) * HEADS + head
     tl.store(lse + row * q_length + rows, tl.where(sees, maximum + tl.log2(total), 0.0), mask=rows < q_length)
     if MEASURE:
         tl.store(largest + row * blocks + block, tl.max(top) / LOG2_E)

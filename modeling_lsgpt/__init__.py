@@ -10,7 +10,7 @@ from .attention_lsgpt import (
     create_attention_masks,
     create_masks,
 )
-from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
+from .configuration_lsgpt import FULL_WINDOW, GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
     HeadGroup,
     LSGPTAttention,
@@ -28,6 +28,7 @@ from .visibility_lsgpt import Visibility, describe_visibility
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
+    "FULL_WINDOW",
     "GLOBAL",
     "HEAD_KINDS",
     "LOCAL",

@@ -70,6 +70,8 @@ class AttentionMasks:
     """By kind of head, or under `ALL_HEADS`, in the form that the attention function takes."""
     visibility: dict[str, Visibility]
     """By kind of head."""
+    sees_sink: dict[str, torch.Tensor | bool]
+    """By kind of head: whether each query sees the sink of its head, `(B or 1, T)`, or one answer for all."""
 
     def __getitem__(self, kind: str) -> Any:
         return self.masks[kind]
@@ -84,8 +86,7 @@ class AttentionMasks:
                 return _move_block_mask(x, device)
             return x.to(device, **kwargs) if isinstance(x, torch.Tensor | Visibility) else x
 
-        masks, visibility = ({kind: move(x) for kind, x in y.items()} for y in (self.masks, self.visibility))
-        return AttentionMasks(masks, visibility)
+        return AttentionMasks(*({kind: move(x) for kind, x in each.items()} for each in vars(self).values()))
 
 
 def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionMasks:
@@ -100,10 +101,18 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
             f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
             'attn_implementation="sdpa"'
         )
+    if any(v.sink_window is not None for v in visibility.values()) and name not in _TAKES_SINKS_OF_QUERIES:
+        raise ValueError(
+            f'`attention_sinks` must be True or False with "{name}", which shows a sink to all queries or to none; '
+            f'got "{config.attention_sinks}". Use attn_implementation="sdpa"'
+        )
+    sees_sink = {kind: v.sees_sink() for kind, v in visibility.items()}
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        widest = max(visibility.values(), key=lambda v: v.window or 0)  # the only kind with a window, if there is one
-        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: widest})
+        widest = max(visibility, key=lambda kind: visibility[kind].window or 0)  # that with a window
+        return AttentionMasks(
+            {ALL_HEADS: mask}, *({**each, ALL_HEADS: each[widest]} for each in (visibility, sees_sink))
+        )
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:
@@ -122,7 +131,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
             device=v.device,
             config=config,
         )
-    return AttentionMasks(masks, visibility)
+    return AttentionMasks(masks, visibility, sees_sink)
 
 
 def create_attention_masks(
@@ -359,7 +368,8 @@ def flex_attention_forward_with_sinks(
     options = {"score_mod": cap, "block_mask": attention_mask, "scale": scaling, "enable_gqa": True}
     output, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
     if s_aux is not None:
-        output = output * torch.sigmoid(aux.lse - s_aux[:, None])[..., None].to(output.dtype)
+        sinks = s_aux if s_aux.ndim == 3 else s_aux[:, None]
+        output = output * torch.sigmoid(aux.lse - sinks)[..., None].to(output.dtype)
     return output.transpose(1, 2), None
 
 
@@ -410,3 +420,4 @@ ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward_with_sinks
 ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"] = flash_mask
 ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = checked_flash_attention_forward
 _TAKES_ADDITIVE_MASKS = (flash_mask, flex_mask)  # to refuse them
+_TAKES_SINKS_OF_QUERIES = ("eager", "sdpa", "flex_attention", "triton")  # an `s_aux` of `(B or 1, H, T)`

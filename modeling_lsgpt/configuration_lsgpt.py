@@ -49,6 +49,9 @@ POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
 
 NORM_TYPES = ("layer_norm", "rms_norm", "rms_norm_after", "rms_norm_around")
 
+FULL_WINDOW = "full_window"
+"""The value of `attention_sinks` for sinks that only queries with a full window see."""
+
 PARTS_WITH_BIAS = ("qkv_proj", "o_proj", "mlp", "norm")
 """Parts that `use_bias` can list: query, key and value projections; attention output projection; MLPs; layer norms."""
 
@@ -94,9 +97,11 @@ class LSGPTConfig(PreTrainedConfig):
             Must be a multiple of the group size `num_attention_heads // num_key_value_heads`, because a key/value head
             cannot serve both kinds.
         sliding_window (`int`): Number of keys that a query of a local head sees, including its own; at least 2.
-        attention_sinks (`bool`): Whether each local head has a learned *sink*, a logit in the denominator of its
-            softmax that belongs to no token and has no value, so that the head can attend to nothing. As in gpt-oss
-            (arXiv:2508.10925), it is always present, even for queries whose window reaches the first token.
+        attention_sinks (`bool` or `str`): Whether each local head has a learned *sink*, a logit in the denominator of
+            its softmax that belongs to no token and has no value, so that the head can attend to nothing. With `True`,
+            every query sees it, as in gpt-oss (arXiv:2508.10925). With `"full_window"`, only queries that see
+            `sliding_window` keys do: in a pretrained model, the sink takes the place of a document's first tokens, and
+            queries before have these tokens themselves.
         intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`): Activation of the MLP, by its name in Transformers.
         gated_mlp (`bool`): Whether the MLP is gated, `down(act(gate(x)) * up(x))`, as in Llama (SwiGLU with `"silu"`),
@@ -148,7 +153,7 @@ class LSGPTConfig(PreTrainedConfig):
     head_dim: int | None = None
     num_global_heads: int | list[int] = 1
     sliding_window: int = 100
-    attention_sinks: bool = False
+    attention_sinks: bool | str = False
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
     gated_mlp: bool = False
@@ -247,6 +252,9 @@ class LSGPTConfig(PreTrainedConfig):
             "(`num_attention_heads // num_key_value_heads`)",
         )
         require(self.sliding_window >= 2, "sliding_window", "at least 2 (the number of keys a local query sees)")
+        require(
+            self.attention_sinks in (False, True, FULL_WINDOW), "attention_sinks", f'True, False or "{FULL_WINDOW}"'
+        )
         require(self.hidden_act in ACT2FN, "hidden_act", f"one of {', '.join(sorted(ACT2FN))}")
         require(self.norm_type in NORM_TYPES, "norm_type", f"one of {', '.join(NORM_TYPES)}")
         parts = self.use_bias if isinstance(self.use_bias, list) else []

@@ -62,7 +62,7 @@ def blocked_attention_forward(
         blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
         scaling: Factor of the dot products.
         dropout: Probability of dropping an attention weight.
-        sinks (`(H,)`, *optional*): One extra logit per head in the softmax's denominator.
+        sinks (`(H,)` or `(B or 1, H, T)`, *optional*): One extra logit per head in the softmax's denominator.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -86,7 +86,10 @@ def blocked_attention_forward(
     if sinks is None:
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
     else:
-        sinks = sinks.view(num_kv_heads, groups).repeat_interleave(block_length, dim=1)
+        if sinks.ndim == 3:
+            sinks = F.pad(sinks, (0, tail)).unflatten(2, (num_blocks, block_length)).transpose(1, 2)
+            sinks = sinks.expand(batch_size, -1, -1, -1).flatten(0, 1)
+        sinks = _stack_sinks(sinks, num_kv_heads, block_length)
         output = _attend_with_sinks(query, keys, values, mask, sinks, scaling, dropout)
     output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
     return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
@@ -144,7 +147,7 @@ def sink_attention_forward(
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): As for PyTorch's function.
         mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or additive; `None` if every query sees
             every key.
-        sinks (`(H,)`): One extra logit per head in the softmax's denominator.
+        sinks (`(H,)` or `(B or 1, H, T)`): One extra logit per head in the softmax's denominator.
         scaling: Factor of the dot products.
         dropout: Probability of dropping an attention weight.
 
@@ -155,15 +158,22 @@ def sink_attention_forward(
     groups = query.shape[1] // num_kv_heads
     # As in blocks, query heads that share a key/value head are stacked along the query axis.
     query = query.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)
-    sinks = sinks.view(num_kv_heads, groups).repeat_interleave(q_length, dim=1)
+    sinks = _stack_sinks(sinks, num_kv_heads, q_length)
     if mask is not None and q_length > 1:
         mask = mask.repeat(1, 1, groups, 1)
     output = _attend_with_sinks(query, key, value, mask, sinks, scaling, dropout)
     return output.unflatten(2, (groups, q_length)).flatten(1, 2).transpose(1, 2)
 
 
+def _stack_sinks(sinks: torch.Tensor, num_kv_heads: int, q_length: int) -> torch.Tensor:
+    """Sinks `(H,)` or `(B or 1, H, T)` in the order of stacked query heads: `(B or 1, H_kv, G * T)`."""
+    if sinks.ndim == 1:
+        sinks = sinks[None, :, None].expand(-1, -1, q_length)
+    return sinks.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+
+
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
-    """`sink_attention_forward` for equally many query and key heads, `sinks` `(H, T)` and outputs `(B, H, T, D)`."""
+    """`sink_attention_forward` for as many query as key heads, `sinks` `(B or 1, H, T)`, outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
     if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
         return _SinkAttention.apply(query, key, value, mask, sinks, scaling)[0]
@@ -171,7 +181,8 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
     # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
     head_dim = query.shape[-1]
     width = 8 - head_dim % 8
-    sinks = (sinks / scaling).to(query.dtype)[None, :, :, None].expand(query.shape[0], -1, -1, 1)
+    lowest = torch.finfo(query.dtype).min  # an infinity times the zeros of the other keys would be NaN
+    sinks = (sinks / scaling).clamp(min=lowest).to(query.dtype)[..., None].expand(query.shape[0], -1, -1, 1)
     query = torch.cat([query, F.pad(sinks, (0, width - 1))], dim=-1)
     sink = torch.zeros_like(key[:, :, :1])
     key = torch.cat([F.pad(key, (0, width)), F.pad(F.pad(sink, (0, 1), value=1.0), (0, width - 1))], dim=2)
@@ -215,7 +226,7 @@ class _SinkAttention(torch.autograd.Function):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
         weights = (sinks - lse).exp()
-        sinks_gradient = -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
+        sinks_gradient = -(weights * (gradient * output).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
         return *gradients, None, sinks_gradient, None
 
 

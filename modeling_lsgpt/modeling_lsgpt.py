@@ -67,7 +67,7 @@ class LSGPTMLP(nn.Module):
         sizes = config.hidden_size, config.intermediate_size
         self.gate_proj = make_linear(*sizes, bias=bias) if config.gated_mlp else None
         self.up_proj = make_linear(*sizes, bias=bias)
-        self.down_proj = make_linear(*reversed(sizes), bias=bias)
+        self.down_proj = make_linear(config.intermediate_size, config.hidden_size, bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -87,7 +87,10 @@ def make_norm(config: LSGPTConfig, exists: bool = True) -> nn.Module:
 
 
 NO_SINK = -1e4
-"""Logit for heads without a sink when all heads of a layer are computed together; its weight is exactly 0."""
+"""
+Logit for queries that do not see their sink, and for heads without one when all heads of a layer are computed
+together; its weight is exactly 0.
+"""
 
 
 def eager_attention_forward(
@@ -106,9 +109,9 @@ def eager_attention_forward(
     Attention written out in PyTorch: the reference for other functions, and the only one with attention weights.
 
     The mask `(B or 1, 1, T, S)` is boolean, True where a query may attend, or additive. With a boolean mask, the
-    weights of masked pairs are exactly 0, even if a query may see nothing at all. With sinks `s_aux` `(H,)`, a query's
-    weights sum to less than 1, because the sink's share is not included. Returns outputs `(B, T, H, D)` and weights
-    `(B, H, T, S)`.
+    weights of masked pairs are exactly 0, even if a query may see nothing at all. With sinks `s_aux`, `(H,)` or
+    `(B or 1, H, T)`, a query's weights sum to less than 1, because the sink's share is not included. Returns outputs
+    `(B, T, H, D)` and weights `(B, H, T, S)`.
     """
     key_states = repeat_kv(key, module.num_key_value_groups)
     value_states = repeat_kv(value, module.num_key_value_groups)
@@ -121,7 +124,8 @@ def eager_attention_forward(
     else:
         attn_weights = attn_weights + attention_mask
     if s_aux is not None:
-        sinks = s_aux.to(attn_weights.dtype)[:, None, None].expand(*attn_weights.shape[:3], 1)
+        sinks = s_aux[..., None] if s_aux.ndim == 3 else s_aux[:, None, None]
+        sinks = sinks.to(attn_weights.dtype).expand(*attn_weights.shape[:3], 1)
         attn_weights = torch.cat([attn_weights, sinks], dim=-1)
     softmax_dtype = torch.promote_types(attn_weights.dtype, torch.float32)
     attn_weights = F.softmax(attn_weights, dim=-1, dtype=softmax_dtype)[..., : key.shape[2]]
@@ -274,7 +278,7 @@ class LSGPTAttention(nn.Module):
                 scaling=self.scaling,
                 sliding_window=attention_mask.visibility[heads.kind].window,
                 softcap=self.softcap,
-                s_aux=self.sinks_of(heads),
+                s_aux=self.sinks_of(heads, attention_mask.sees_sink[heads.kind]),
                 **kwargs,
             )
             attn_outputs.append(output)
@@ -283,11 +287,19 @@ class LSGPTAttention(nn.Module):
             return join_weights(calls, attn_weights, attention_mask)
         return torch.cat(attn_outputs, dim=2), None
 
-    def sinks_of(self, heads: HeadGroup) -> torch.Tensor | None:
-        """The sinks of a group of heads, one for each; `None` if none of them has one."""
-        if self.sinks is None or not heads.has_sinks or len(self.sinks) == heads.num_heads:
-            return self.sinks if heads.has_sinks else None
-        return F.pad(self.sinks, (heads.num_heads - len(self.sinks), 0), value=NO_SINK)
+    def sinks_of(self, heads: HeadGroup, sees_sink: torch.Tensor | bool) -> torch.Tensor | None:
+        """
+        The sinks of a group of heads: `(H,)`, or `(B or 1, H, T)` if only some queries see them; `None` if none of the
+        heads has one.
+        """
+        if self.sinks is None or not heads.has_sinks:
+            return None
+        sinks = self.sinks
+        if len(sinks) < heads.num_heads:
+            sinks = F.pad(sinks, (heads.num_heads - len(sinks), 0), value=NO_SINK)
+        if isinstance(sees_sink, bool):
+            return sinks
+        return torch.where(sees_sink[:, None], sinks[:, None], NO_SINK)
 
 
 def join_weights(

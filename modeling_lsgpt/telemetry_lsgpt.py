@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .attention_lsgpt import ALL_HEADS, AttentionMasks
-from .visibility_lsgpt import Visibility
+from .visibility_lsgpt import HIDDEN, Visibility
 
 
 LOGITS_AT_ONCE = 1 << 22
@@ -21,10 +21,6 @@ LOGITS_AT_ONCE = 1 << 22
 
 LOCAL_ROWS = 128
 """Number of queries to process at once in local heads; more would waste work on keys outside their windows."""
-
-
-HIDDEN = -1e4
-"""Lower values of an additive mask hide a pair; common are -1e9 and the lowest number of a dtype (float16: -65504)."""
 
 
 @torch.no_grad()

@@ -14,7 +14,11 @@ import torch
 from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
-from .configuration_lsgpt import HEAD_KINDS, LSGPTConfig
+from .configuration_lsgpt import FULL_WINDOW, HEAD_KINDS, LSGPTConfig
+
+
+HIDDEN = -1e4
+"""Lower values of an additive mask hide a pair; common are -1e9 and the lowest number of a dtype (float16: -65504)."""
 
 
 @dataclass
@@ -53,7 +57,9 @@ class Visibility:
     mask: torch.Tensor | None = None
     """`(B or 1, 1, T, S)`, a custom mask: boolean, True where a query may attend, or additive."""
     has_sinks: bool = False
-    """Whether every query also sees a sink, which is not a key and takes no part in `sees`."""
+    """Whether the heads have sinks, which are not keys and take no part in `sees`; `sees_sink` is their rule."""
+    sink_window: int | None = None
+    """W, if only queries that see W keys see their sink; `None` if all queries do."""
     has_empty_slots: bool = False
     """Whether keys may follow the last query: the unused slots of a static cache."""
     batch_size: int = 1
@@ -83,6 +89,27 @@ class Visibility:
         return visible
 
     __call__ = sees
+
+    def sees_sink(self) -> torch.Tensor | bool:
+        """
+        Whether each query sees the sink of its head, `(B or 1, T)`, or one answer for all.
+
+        With a `sink_window`, a query does if it sees the first key of its window, and so W tokens of its document. The
+        document's first tokens, whose place a sink takes, are then about to leave the window.
+        """
+        if self.sink_window is None or not self.has_sinks:
+            return self.has_sinks
+        reach = self.sink_window - 1
+        if self.is_plain and isinstance(self.q_offset, int) and self.q_offset >= reach:
+            return True
+        query = self.query_positions
+        key = (query - reach).clamp(min=self.kv_offset)
+        batch = torch.arange(self.batch_size, device=self.device)[:, None]
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            visible = self.mask[batch, 0, query - self.q_offset, key - self.kv_offset] > HIDDEN
+        else:
+            visible = self.sees(batch, 0, query, key)
+        return torch.atleast_2d(visible & (query >= reach))
 
     @property
     def is_plain(self) -> bool:
@@ -219,7 +246,8 @@ def describe_visibility(
             documents=_lengthen(documents, end, -1),
             first_key=first_key,
             mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
-            has_sinks=HEAD_KINDS[kind].has_sinks and config.attention_sinks,
+            has_sinks=HEAD_KINDS[kind].has_sinks and bool(config.attention_sinks),
+            sink_window=config.window(kind) if config.attention_sinks == FULL_WINDOW else None,
             has_empty_slots=is_static,
             batch_size=batch_size,
             device=device,

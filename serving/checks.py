@@ -3,8 +3,8 @@
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from lsgpt.modeling_lsgpt.configuration_lsgpt import GLOBAL, LOCAL, LSGPTConfig
-from lsgpt.utilities import SERVED_VALUES, VLLM_ROPE_TYPES, runs_on_vllm
+from lsgpt.modeling_lsgpt.configuration_lsgpt import FULL_WINDOW, GLOBAL, LOCAL, LSGPTConfig
+from lsgpt.utilities import SERVED_VALUES, VLLM_ROPE_TYPES, has_sinks, runs_on_vllm
 
 
 class LSGPTServingChecks(VerifyAndUpdateConfig):
@@ -29,6 +29,12 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                     f"`{field}` must be {' or '.join(map(repr, supported))} to be served with vLLM; got {value!r}. "
                     "Use Transformers, or serve the model that this one was converted from"
                 )
+        if has_sinks(config) and config.attention_sinks == FULL_WINDOW:
+            raise ValueError(
+                "`attention_sinks` must be True or False to be served with vLLM, which shows a sink to every query; "
+                f'got "{FULL_WINDOW}". Use Transformers, or let the model learn sinks that every query sees: '
+                "`lsgpt train heal --config_overrides '{attention_sinks: true}'`"
+            )
         if not runs_on_vllm(config):
             raise ValueError(
                 f"`rope_parameters` must be of a `rope_type` among {', '.join(VLLM_ROPE_TYPES)}, in all layers alike, "

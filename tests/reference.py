@@ -30,8 +30,8 @@ def visible_pairs(num_heads, num_global_heads, window, q_length, kv_length, padd
 def dense_attention(query, key, value, visible, softcap=None, sinks=None):
     """
     Attention of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, S, D)`: outputs `(B, T, H, D)` and weights
-    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0. With `sinks` `(H,)`, the exponential of
-    a head's sink is added to the softmax's denominators.
+    `(B, H, T, S)`, in the inputs' precision. A query that sees nothing gets 0. With `sinks` `(H,)` or `(B, H, T)`, the
+    exponential of a head's sink is added to the softmax's denominators.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -40,9 +40,15 @@ def dense_attention(query, key, value, visible, softcap=None, sinks=None):
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     if sinks is not None:
-        logits = torch.cat([sinks[:, None, None].expand(*logits.shape[:3], 1), logits], dim=-1)
+        sinks = sinks[..., None] if sinks.ndim == 3 else sinks[:, None, None]
+        logits = torch.cat([sinks.expand(*logits.shape[:3], 1), logits], dim=-1)
     weights = logits.softmax(-1)[..., -visible.shape[-1] :] * visible
     return (weights @ value).transpose(1, 2), weights
+
+
+def late_sinks(sinks, visible, window):
+    """Sinks `(H,)` that only queries with `window` visible keys see, as `(B or 1, H, T)`."""
+    return torch.where(visible.sum(-1) >= window, sinks[:, None], -torch.inf)
 
 
 def assert_as_exact_as(actual, exact, plain, head_dim, what=""):
@@ -134,6 +140,8 @@ def reference_logits(model, input_ids, position_ids=None, padding_mask=None, doc
         sinks = weights.get(f"{layer}.self_attn.sinks")
         if sinks is not None:
             sinks = torch.cat([torch.full((num_global_heads,), -torch.inf, dtype=torch.float64), sinks])
+            if config.attention_sinks == "full_window":
+                sinks = late_sinks(sinks, visible, config.sliding_window)
         attended, _ = dense_attention(q, k, v, visible, config.attn_logit_softcapping, sinks)
         y = linear(f"{layer}.self_attn.o_proj", attended.flatten(2))
         x = x + norm(f"{layer}.post_self_attn_layernorm", y, after)

@@ -4,17 +4,15 @@
 way with the real model.
 """
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsgpt_cli
-from lsgpt.conversion import read_blocks
 from lsgpt.training.data import train_tokenizer
 
 
@@ -24,7 +22,7 @@ COMMANDS = [
 ]
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALLER = {
-    "convert": "--global-kv-heads 2 --window 16 --max-blocks 2",
+    "convert": "--max-blocks 1",
     "train": "--use_cpu true --block_size 64 --max_steps 2 --max_eval_blocks 4 --warmup_steps 0 --save_steps 2",
     "generate": "",
     "info": "",
@@ -44,7 +42,7 @@ def folder(tmp_path, monkeypatch):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,
     )
@@ -62,20 +60,8 @@ def test_every_command_of_the_page(folder, capsys):
     assert [command[:2] for command in COMMANDS[-1:]] == [["vllm", "serve"]]
     for command in COMMANDS[:-1]:
         assert lsgpt_cli.main([*command[1:], *SMALLER[command[1]].split()]) == 0, capsys.readouterr().err
-    smaller = "--window 16 --block_size 200 --max_blocks 2 --lengths 200 --keys 1 --output quality.json"
-    models = [NAME, "runs/smollm2-ls", "runs/heal"]
-    assert lsgpt_cli.main(["bench", "quality", *models, "--text", "books", *smaller.split()]) == 0
-    rows = json.loads(Path("quality.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["model"] for row in rows] == models
-    # The source's figure is Transformers' own, on blocks of the held-out half.
-    tokenizer, source = AutoTokenizer.from_pretrained(NAME), LlamaForCausalLM.from_pretrained(NAME)
-    losses = [source(block[None], labels=block[None]).loss for block in read_blocks("books", tokenizer, 200, 2)[1]]
-    assert rows[0]["perplexity"] == pytest.approx(torch.stack(losses).mean().exp().item())
-    assert all(
-        0 <= row["retrieval"]["200"]["mean"] <= 1 and len(row["retrieval"]["200"]["by_depth"]) == 5 for row in rows
-    )
     report = Path("runs/smollm2-ls/report.md").read_text(encoding="utf-8")
-    assert "erplexity" in report and "pass key" in report
+    assert "erplexity" in report and "five-digit numbers" in report
     (code,) = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
     names = {}
     exec(code, names)

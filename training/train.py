@@ -60,6 +60,7 @@ from .healing import (
     next_token_logits,
     sink_parameters,
 )
+from .hidden_numbers import HideNumbers
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import points_of, write_report
 from .results import RunResult
@@ -405,6 +406,8 @@ def make_blocks(
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
             raise ValueError(f"{error} in the {split} split") from error
+        if split == "train" and arguments.model.teacher:
+            blocks[split] = blocks[split].map(HideNumbers(tokenizer), features=blocks[split].features)
         if not data.streaming:
             continue
         if split == "train":

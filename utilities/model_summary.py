@@ -1,6 +1,6 @@
 """Summarises a model: its shape and size, and its costs compared with plain multi-head attention."""
 
-from lsgpt.modeling_lsgpt import LOCAL, LSGPTConfig
+from lsgpt.modeling_lsgpt import FULL_WINDOW, LOCAL, LSGPTConfig
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import count_tokens_sent
 
 from .wording import with_unit
@@ -15,6 +15,7 @@ def describe(config: LSGPTConfig) -> dict[str, str]:
         kinds = f"{heads}, of them global by layer: {' '.join(map(str, counts))}"
     shared = "" if config.num_key_value_heads == heads else f" ({config.num_key_value_heads} key/value heads)"
     sinks = ", and a learned sink for each local head" if has_sinks(config) else ""
+    sinks += " (for queries with a full window)" if sinks and config.attention_sinks == FULL_WINDOW else ""
     blocks = {"blocks": parts} if (parts := _describe_blocks(config)) else {}
     window = {"window": f"{config.sliding_window} tokens{sinks}"} if min(counts) < heads else {}
     return {
@@ -31,7 +32,7 @@ def describe(config: LSGPTConfig) -> dict[str, str]:
 
 def has_sinks(config: LSGPTConfig) -> bool:
     """Whether any head has a sink, which only local heads can have."""
-    return config.attention_sinks and min(config.num_global_heads_per_layer) < config.num_attention_heads
+    return bool(config.attention_sinks) and min(config.num_global_heads_per_layer) < config.num_attention_heads
 
 
 VLLM_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -51,6 +52,8 @@ SERVED_VALUES = {
 
 def runs_on_vllm(config: LSGPTConfig) -> bool:
     """Whether the vLLM plugin implements a model, and vLLM computes its positions in the same way as Transformers."""
+    if has_sinks(config) and config.attention_sinks == FULL_WINDOW:
+        return False
     is_served = all(getattr(config, field) in supported for field, supported in SERVED_VALUES.items())
     rope_type = (config.rope_parameters or {}).get("rope_type")  # none if layers differ in their rotary embeddings
     return is_served and (config.position_embedding_type != "rope" or rope_type in VLLM_ROPE_TYPES)

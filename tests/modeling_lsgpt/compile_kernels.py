@@ -28,6 +28,7 @@ def compile_kernel(name: str, capability: int, head_dim: int, has_spans: bool, m
     query = torch.empty(1, 128, 12, head_dim, device="meta", dtype=torch.bfloat16)
     options = triton_kernels._options(kernel, query)
     constants = {**triton_kernels._describe(query, query, None, None, 1, 100, 0.1), **options, "MEASURE": measure}
+    constants["SINKS_OF_QUERIES"] = False
     constants = {name: value for name, value in constants.items() if name.isupper()}
     if not has_spans:
         constants |= {"first": None, "last": None}

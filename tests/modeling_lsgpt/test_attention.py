@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from reference import assert_as_exact_as, autograd_functions, dense_attention, visible_pairs
+from reference import assert_as_exact_as, autograd_functions, dense_attention, late_sinks, visible_pairs
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lsgpt.modeling_lsgpt import (
     ALL_ATTENTION_FUNCTIONS,
+    FULL_WINDOW,
     GLOBAL,
     LOCAL,
     LSGPTAttention,
@@ -138,7 +139,10 @@ def check(heads, engine, dtype, length, name="plain", batch_size=3, gradients=Tr
     plain_qkv = [x.detach().to(plain_dtype, copy=True).requires_grad_() for x in qkv]
 
     def sinks_of(tensors, nothing):
-        return tensors[3].masked_fill(is_global, nothing) if config.attention_sinks else None
+        if not config.attention_sinks:
+            return None
+        sinks = tensors[3].masked_fill(is_global, nothing)
+        return late_sinks(sinks, visible, config.sliding_window) if config.attention_sinks == FULL_WINDOW else sinks
 
     outputs = [
         attend(attention, qkv[:3], masks, qkv[3][~is_global] if config.attention_sinks else None),
@@ -191,21 +195,25 @@ def test_masks_of_flex_attention_are_kept_between_steps():
 
 
 SINKS = {"attention_sinks": True}
+LATE = {"attention_sinks": FULL_WINDOW}
+both_sinks = pytest.mark.parametrize("sinks", [SINKS, LATE], ids=["always", "late"])
 
 
+@both_sinks
 @pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
-def test_sinks_equal_dense_reference(engine, name):
+def test_sinks_equal_dense_reference(engine, name, sinks):
     for heads, length in itertools.product(("H6-G1", "H12-G4-KV6", "H4-local-KV1"), LENGTHS):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             if length > 1 or name == "plain":
-                check(HEADS[heads], engine, dtype, length, name, **SINKS)
+                check(HEADS[heads], engine, dtype, length, name, **sinks)
 
 
+@both_sinks
 @pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
-def test_sinks_of_flex_attention_equal_dense_reference(name):
+def test_sinks_of_flex_attention_equal_dense_reference(name, sinks):
     for heads, counts in (("H12-G4-KV6", None), ("H12-G4-KV6", [4, 6]), ("H4-local", None)):
-        check(HEADS[heads], "flex_attention", torch.float32, 63, name, 2, False, 16, num_global_heads=counts, **SINKS)
+        check(HEADS[heads], "flex_attention", torch.float32, 63, name, 2, False, 16, num_global_heads=counts, **sinks)
 
 
 @pytest.mark.parametrize("engine", ["eager", "flex_attention"])
@@ -214,14 +222,16 @@ def test_sinks_are_not_soft_capped(engine):
     check(HEADS["H6-G1"], engine, torch.float32, 40, "plain", 2, gradients, 16, attn_logit_softcapping=0.5, **SINKS)
 
 
+@both_sinks
 @pytest.mark.parametrize("length", [1, WINDOW, 63])
-def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, monkeypatch):
+def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, sinks, monkeypatch):
     """As on other devices than the CPU: the sink is a key of its own."""
     monkeypatch.setattr(local_lsgpt._SinkAttention, "apply", None)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for name in ("plain", "left", "packed") if length > 1 else ("plain",):
         for head_dim in (20, 16):
-            check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **SINKS)
+            check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **sinks)
+        check(HEADS["H12-G4-KV6"], "sdpa", torch.float16, length, name, **sinks)
 
 
 def test_sinks_on_the_cpu_take_the_operator_that_returns_the_log_sum_exp():
@@ -248,10 +258,11 @@ def test_dropout_beside_sinks():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
-def test_sinks_of_triton_equal_dense_reference(name):
+@both_sinks
+def test_sinks_of_triton_equal_dense_reference(name, sinks):
     with torch.device(DEVICE):
-        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 49, name, batch_size=2, **SINKS)
-        check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **SINKS)
+        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 49, name, batch_size=2, **sinks)
+        check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **sinks)
 
 
 @pytest.mark.parametrize("parameter", ["s_aux", "learnable_sink", "dropout_p", None])

@@ -215,5 +215,5 @@ def test_pipelines_are_refused(tiny_model):
 
 def test_masks_are_looked_up_by_kind(tiny_config):
     visibility = describe_visibility(tiny_config(), torch.empty(1, 12, 0))
-    masks = AttentionMasks({"full_attention": 1, "sliding_attention": 2}, visibility)
+    masks = AttentionMasks({"full_attention": 1, "sliding_attention": 2}, visibility, {})
     assert masks["sliding_attention"] == 2

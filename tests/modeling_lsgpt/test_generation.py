@@ -30,6 +30,7 @@ SPLITS = {
         "attention_sinks": True,
         "num_key_value_heads": 3,
     },
+    "late-sinks": {"position_embedding_type": "rope", "attention_sinks": "full_window", "num_key_value_heads": 3},
 }
 ENGINES = ("eager", "sdpa")
 NEW_TOKENS = 24  # three windows: the local caches fill, overflow and roll
@@ -265,7 +266,7 @@ def test_two_cache_layers_per_decoder_layer(tiny_config):
     assert [view.num_attention_heads for view in views] == [2, 4, 2, 4]
 
 
-@pytest.mark.parametrize("values", [SPLITS["llama-sinks"], SPLITS["all-local"]], ids=["llama-sinks", "all-local"])
+@pytest.mark.parametrize("values", [SPLITS[name] for name in ("llama-sinks", "late-sinks", "all-local")])
 def test_compiled_decoding_never_recompiles_after_one_warm_up(tiny_model, fresh_compiler, values):
     model = tiny_model(**values)
     # What is compiled when does not depend on the backend. On a GPU `generate` compiles by itself.

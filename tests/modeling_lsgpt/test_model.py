@@ -59,6 +59,7 @@ VARIANTS = {
         "num_global_heads": [0, 2],
         "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 10.0}},
     },
+    "late-sinks": {**LLAMA, "attention_sinks": "full_window", "num_global_heads": [2, 4]},
 }
 
 
@@ -167,10 +168,10 @@ def test_a_custom_mask_decides_and_positions_do_not(tiny_model, engine, is_boole
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "additive"])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_a_custom_mask_of_cached_and_new_tokens(tiny_model, engine, is_boolean, has_sinks):
+@pytest.mark.parametrize("sinks", [False, True, "full_window"])
+def test_a_custom_mask_of_cached_and_new_tokens(tiny_model, engine, is_boolean, sinks):
     """In chunks beside a cache that has dropped what local heads no longer see."""
-    model = tiny_model(torch.float64, engine, attention_sinks=has_sinks).requires_grad_(False)
+    model = tiny_model(torch.float64, engine, attention_sinks=sinks).requires_grad_(False)
     ids = torch.randint(97, (2, 40))
     mask = (torch.rand(2, 1, 40, 40) < 0.6).tril() | torch.eye(40).bool()
     if not is_boolean:

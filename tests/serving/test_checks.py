@@ -61,6 +61,13 @@ def test_head_dim_that_the_backend_lacks(tiny_model, tmp_path, start_engine):
         pass
 
 
+def test_sinks_for_queries_with_a_full_window(tiny_model, tmp_path, start_engine):
+    tiny_model(head_dim=32, attention_sinks="full_window").save_pretrained(tmp_path)
+    message = '`attention_sinks` must be True or False to be served with vLLM, .* got "full_window"'
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+        pass
+
+
 class SinklessImpl(CPUAttentionBackendImpl):
     """Ignores what it does not know, as some of vLLM's do."""
 

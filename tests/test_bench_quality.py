@@ -1,0 +1,119 @@
+"""`lsgpt bench quality` with a small Llama and an LSGPT model: what it measures, and that it can be interrupted."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lsgpt_cli
+from lsgpt.benchmarks import quality
+from lsgpt.conversion import ask, make_passages
+from lsgpt.training.data import train_tokenizer
+
+
+SMALL = "--text text.txt --tokens 9000 --block_sizes 300 --lengths 600 --passages 3 --distance 64 --output out/q.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("quality")
+    text = "".join(f"line {i} of {i * i}\n" for i in range(1500))
+    (folder / "text.txt").write_text(text)
+    tokenizer = train_tokenizer([], 258)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "source")
+    tokenizer.save_pretrained(folder / "source")
+    converted = ["--global-kv-heads", "1", "--window", "64", "--calibrate", str(folder / "text.txt")]
+    command = ["convert", str(folder / "source"), str(folder / "ls"), *converted, "--max-blocks", "1"]
+    assert lsgpt_cli.main(command) == 0
+    return folder
+
+
+def run(*options, models=("source", "ls")):
+    assert lsgpt_cli.main(["bench", "quality", *models, *SMALL.split(), *options]) == 0
+
+
+def test_figures(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    run()
+    result = json.loads((folder / "out" / "q.json").read_text())
+    source, ours = result["rows"]
+    assert (source["model"], ours["model"]) == ("source", "ls")
+    assert result["command"].startswith("lsgpt bench quality source ls")
+
+    # Transformers' own figures, on the same blocks.
+    model = LlamaForCausalLM.from_pretrained(folder / "source").eval()
+    tokenizer = quality.load_tokenizer(str(folder / "source"))
+    text = quality.read_text("text.txt", tokenizer, 16384)
+    blocks = text[:9000].view(30, 300)
+    with torch.no_grad():
+        losses = torch.stack([model(block[None], labels=block[None]).loss for block in blocks]).double()
+    found = source["perplexity"]["300"]
+    assert found["value"] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+    assert (found["blocks"], found["tokens"], found["ratio"]) == (30, 9000, 1.0)
+    by_position = found["loss_by_position"]
+    assert list(by_position) == ["0", "128", "256"]
+    whole = (127 * by_position["0"] + 128 * by_position["128"] + 44 * by_position["256"]) / 299
+    assert math.exp(whole) == pytest.approx(found["value"])
+    low, high = ours["perplexity"]["300"]["interval"]
+    assert low < ours["perplexity"]["300"]["ratio"] < high
+    ratio = ours["perplexity"]["300"]["value"] / found["value"]
+    assert ours["perplexity"]["300"]["ratio"] == pytest.approx(ratio)
+
+    passages = make_passages(tokenizer, text, 600, 3, 64, seed=2)
+    right = [[all(answer) for answer in ask(model, passage)] for passage in passages]
+    kinds = source["retrieval"]["600"]
+    assert kinds.pop("passages") == 3
+    assert [kinds[kind]["exact"] for kind in kinds] == pytest.approx(torch.tensor(right).float().mean(0).tolist())
+    n = ours["cache"]["tokens"]
+    assert source["cache"]["bytes"] == 2 * 2 * 2 * 8 * n * 4
+    assert ours["cache"]["bytes"] == pytest.approx(2 * 8 * (n + 3 * 63) * 4, rel=0.02)
+    assert "| source |" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_not_measured_again(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    run("--output", "out/whole.json")
+    run("--output", "out/parts.json", "--minutes", "0.0001")
+    parts = folder / "out" / "parts.jsonl"
+    assert len(parts.read_text().splitlines()) == 1
+    with parts.open("a") as file:
+        file.write('{"model": "sou')  # cut off by an interruption
+    run("--output", "out/parts.json")
+    whole, again = (json.loads((folder / "out" / f"{name}.json").read_text())["rows"] for name in ("whole", "parts"))
+    assert whole == again
+    monkeypatch.setattr(quality, "load", None)
+    run("--output", "out/whole.json")
+
+
+def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    run("--output", "out/other.json", "--minutes", "0.0001")
+    command = ["bench", "quality", "source", *SMALL.split(), "--output", "out/other.json"]
+    assert lsgpt_cli.main([*command, "--distance", "65"]) == 2
+    assert "`--output` must be new for another text or distance" in capsys.readouterr().err
+    raw = folder / "out" / "other.jsonl"
+    item = json.loads(raw.read_text())
+    raw.write_text(json.dumps({**item, "weights": item["weights"] + 1}) + "\n")
+    assert lsgpt_cli.main(command) == 2
+    assert "`--output` must be new for a model whose weights have changed" in capsys.readouterr().err
+    assert lsgpt_cli.main([*command[:-1], "out/long.json", "--tokens", "100000"]) == 2
+    assert "`--text` must have at least 106496 tokens" in capsys.readouterr().err
+
+
+def test_intervals():
+    """Of Wilson, as tables list them."""
+    assert quality.interval(95, 100) == pytest.approx((0.888, 0.978), abs=1e-3)
+    assert quality.interval(100, 100) == pytest.approx((0.963, 1.0), abs=1e-3)
