@@ -9,6 +9,10 @@ import os
 import sys
 
 
+COMMANDS = ("train", "generate", "convert", "info", "inspect", "compare", "study", "bench", "publish")
+"""The names of the commands."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command and returns the exit status: 0, or 2 for user errors."""
     argv = sys.argv[1:] if argv is None else argv
@@ -37,7 +41,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="lsgpt", description="LSGPT: a GPT with Long Short-attention (arXiv:2505.15548) for Transformers."
     )
     parser.add_argument("--version", action="version", version=f"lsgpt {importlib.metadata.version('lsgpt')}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
 
     commands.add_parser(
         "train",
