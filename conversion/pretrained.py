@@ -54,7 +54,9 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
-        raise ValueError(f"there is no model {str(source)!r}: {error}") from error
+        raise ValueError(
+            f"there is no folder {str(source)!r} here, and no model of that name could be read from the Hub: {error}"
+        ) from error
     kind = values.get("model_type")
     if kind not in _CONVERTERS:
         found = f"is of the model type {kind!r}" if kind else "has no config.json that names a model type"

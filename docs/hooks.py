@@ -1,9 +1,9 @@
 """
 Hooks of the site, which MkDocs runs: the site consists of the same files that one reads in the repository.
 
-A page leads to files outside `docs/`, too. Reports and pictures become part of the site. Other files, such as code, are
-linked in the repository, if its address is known (`REPOSITORY_URL`, or `url` in setup.cfg); else the words stay without
-a link. Pages under `reference/` are made from the code by `reference.py`.
+Pages lead to files outside `docs/`, too. Reports and pictures become part of the site. Links to other files, such as
+code, lead to the repository, if its address is known (`REPOSITORY_URL`, or `url` in setup.cfg); else the words stay
+without a link. Pages under `reference/` are made from the code by `reference.py`.
 """
 
 import configparser

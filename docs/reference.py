@@ -72,8 +72,8 @@ def help_of(*command: str) -> str:
 def fields_of_training() -> str:
     """The fields of a recipe, in one table for each of our classes of arguments, and the names of Transformers'."""
     parts = [
-        "`lsgpt train [RECIPE] [--field value ...]` trains a model. RECIPE is one of the [shipped recipes](recipes.md) "
-        "or a YAML file with the fields below; fields on the command line override the recipe's."
+        "`lsgpt train [RECIPE] [--field value ...]` trains a model. RECIPE is a [shipped one](recipes.md) or a YAML "
+        "file with the fields below; fields on the command line override the recipe's."
     ]
     described = set()
     for name in training.__all__:
