@@ -64,29 +64,26 @@ def cache_and_speed(figure: Figure, scheme: str):
     left, right = figure.subplots(1, 2)
     config = load_preset("gpt2-small")
     lengths = [2**n for n in range(8, 17)]
-    for label, shape, color in (
-        ("all heads global", config.equal_mhsa(), GLOBALS[scheme]),
-        ("1 of 12 global, W = 100", config, LOCAL),
+    for label, shape, color, offset in (
+        ("all heads global", config.equal_mhsa(), GLOBALS[scheme], (-12, 0)),
+        ("1 of 12 global, W = 100", config, LOCAL, (4, -36)),
     ):
         sizes = [shape.kv_cache_bytes(length) / 2**20 for length in lengths]
         left.plot(lengths, sizes, color=color, linewidth=2)
-        left.annotate(label, (lengths[-1], sizes[-1]), (-6, 4), textcoords="offset points", ha="right", color=color)
+        left.annotate(label, (lengths[-1], sizes[-1]), offset, textcoords="offset points", ha="right", color=color)
     left.set_xscale("log", base=2)
     left.set_yscale("log", base=2)
     left.yaxis.set_major_formatter(NUMBER)
     left.set_title("KV cache of one sequence, MiB")
-    rows = (("attention", "attention", "attention"), ("prefill", "prefill", "prefill"), ("decode", "decode", "token"))
-    for folder, benchmark, label in rows:
-        points = sorted(ratios(folder, benchmark).items())
+    for name, label, offset, align in (
+        ("attention", "attention alone", (7, 0), "left"),
+        ("prefill", "reading a prompt", (0, -13), "center"),
+        ("decode", "generating a token", (7, 0), "left"),
+    ):
+        points = sorted(ratios(name).items())
         right.plot(*zip(*points), color=LOCAL, linewidth=2, marker="o", markersize=4)
-        right.annotate(
-            {"attention": "attention alone", "prefill": "reading a prompt", "token": "generating a token"}[label],
-            points[-1],
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            color=LOCAL,
-        )
+        place = {"textcoords": "offset points", "ha": align, "va": "center"}
+        right.annotate(label, points[-1], offset, color=LOCAL, **place)
     right.axhline(1, color=GLOBALS[scheme], linewidth=2)
     right.annotate("all heads global", (LENGTHS[0], 1), (0, 5), textcoords="offset points", color=GLOBALS[scheme])
     right.set_xscale("log", base=2)
@@ -102,9 +99,9 @@ def cache_and_speed(figure: Figure, scheme: str):
     left.set_xticks([256, 2048, 16384, 65536])
 
 
-def ratios(folder: str, benchmark: str) -> dict[int, float]:
+def ratios(benchmark: str) -> dict[int, float]:
     """The median time of LSGPT relative to that with all heads global, by length."""
-    result = json.loads((RESULTS / "bench" / folder / "bench-cpu.json").read_text(encoding="utf-8"))
+    result = json.loads((RESULTS / "bench" / benchmark / "bench-cpu.json").read_text(encoding="utf-8"))
     return {
         row["length"]: x["median"]
         for row in result["rows"]
@@ -154,32 +151,25 @@ def largest_logits(figure: Figure, scheme: str):
     figure.set_size_inches(7.5, 3.6)
     axes = figure.subplots()
     runs = (ROOT / "studies" / "results" / "long-training" / "runs.jsonl").read_text(encoding="utf-8").splitlines()
-    labels = {"mhsa": ("all heads global, 2 seeds", GLOBALS[scheme]), "ls": ("LS-attention, 2 seeds", LOCAL)}
+    looks = {"mhsa": ("all heads global", GLOBALS[scheme]), "ls": ("LS-attention", LOCAL)}
+    ends: dict[str, list[float]] = {}
     for line in map(json.loads, runs):
-        if line["arm"] in labels:
-            label, color = labels[line["arm"]]
-            steps, logits = zip(*line["values"]["curves"]["max_logit"])
-            axes.plot(steps, logits, color=color, linewidth=1.2)
-            if line["seed"] == min(x["seed"] for x in map(json.loads, runs)):
-                axes.annotate(
-                    label, (steps[-1], logits[-1]), (-4, 9), textcoords="offset points", ha="right", color=color
-                )
-    for bound in (50, 200):
+        steps, logits = zip(*line["values"]["curves"]["max_logit"])
+        axes.plot(steps, logits, color=looks[line["arm"]][1], linewidth=1.2)
+        ends.setdefault(line["arm"], []).append(logits[-1])
+    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+    for arm, (label, color) in looks.items():
+        axes.annotate(label, (1, float(np.exp(np.mean(np.log(ends[arm]))))), (6, 0), color=color, **beside)
+    for bound, what in ((50, "paper: below 50"), (200, "paper: above 200")):
         axes.axhline(bound, color=BASELINE, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{bound}: a bound that the paper names",
-            (0, bound),
-            (2, 3),
-            textcoords="offset points",
-            color=BASELINE,
-            fontsize=9,
-        )
+        axes.annotate(what, (1, bound), (6, 0), color=BASELINE, **beside)
+    axes.margins(x=0)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(NUMBER)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(NUMBER)
     axes.set_xlabel("training step")
-    axes.set_title("largest attention logit")
+    axes.set_title("largest attention logit, two seeds of each model")
     plain(axes)
 
 

@@ -1,10 +1,9 @@
 """
 Trains a small LSGPT with Transformers' own `Trainer`, and watches the largest attention logit of every head.
 
-    python examples/train_with_telemetry.py            # Python's standard library, 10 minutes on two cores
-    python examples/train_with_telemetry.py notes.txt  # your text: a file, a folder or a dataset on the Hub
+    python examples/train_with_telemetry.py notes.txt  # a file, a folder or a dataset; without one, Python's library
 
-The callbacks work with any Hugging Face decoder: replace the model by yours.
+The callbacks work with any Hugging Face decoder.
 """
 
 import argparse
@@ -31,10 +30,8 @@ config = LSGPTConfig(
     hidden_size=192,
     num_hidden_layers=4,
     num_attention_heads=6,
-    num_global_heads=1,  # the others see the last 50 tokens
-    sliding_window=50,
+    sliding_window=50,  # of all heads but the first, which is global
     position_embedding_type="rope",
-    eos_token_id=tokenizer.eos_token_id,
 )
 trainer = Trainer(
     model=LSGPTForCausalLM(config),
