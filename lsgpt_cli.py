@@ -484,7 +484,7 @@ def _info(args: argparse.Namespace) -> int:
     print(args.model)
     for name, value in describe(config).items():
         print(f"  {name:<34}{value}")
-    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
+    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
     for name, (ours, theirs, ratio) in compare_costs(config, length).items():
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:

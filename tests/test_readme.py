@@ -154,7 +154,7 @@ def test_front_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
             assert lsgpt_cli.main(words[1:]) == 0
         return capsys.readouterr().out
 
-    demo = "--max_steps 2 --warmup_steps 0 --eval_strategy no --max_eval_blocks 8 --max_tokenizer_characters 500000"
+    demo = f"--max_steps 2 --warmup_steps 0 --eval_strategy no --max_eval_blocks 8 --tokenizer {script['SOURCE']}"
     # `train heal` starts with `train`, too.
     script["run"](read("README.md"), execute, {**script["SMALLER"], "train": demo})
     assert [name for _, name in programs] == ["train", "generate", "-c", "convert", "train", "generate"]

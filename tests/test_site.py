@@ -2,10 +2,12 @@
 
 import dataclasses
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, training
@@ -103,3 +105,33 @@ def test_the_docstring_describes_every_field_of_the_configuration():
 def test_the_commands_are_those_of_the_parser():
     (action,) = (action for action in lsgpt_cli._make_parser()._actions if action.dest == "command")
     assert set(action.choices) == set(lsgpt_cli.COMMANDS)
+
+
+def test_workflows_call_targets_that_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert len(files) == 3
+    for file in files:
+        jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+        for job in jobs.values():
+            called = [step["run"] for step in job["steps"] if step.get("run", "").startswith("make ")]
+            matrix = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            names = [name for run in called for name in (matrix if "matrix" in run else [run.split()[1]])]
+            assert set(names) <= targets, file.name
+    checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))
+    in_ci = re.search(r"output-sync=target (.*) \"", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))[1].split()
+    assert set(in_ci) <= set(checks["jobs"]["make"]["strategy"]["matrix"]["target"])
+
+
+def test_hooks_have_the_version_of_the_checks():
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert f"\nruff=={hooks['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_every_picture_of_the_front_page_has_both_schemes():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"<picture>(.*?)</picture>", readme, re.DOTALL)
+    assert len(pictures) == 3
+    for picture in pictures:
+        light, dark = re.search(r'src="(\S+)"', picture)[1], re.search(r'srcset="(\S+)"', picture)[1]
+        assert dark == light.replace("-light.svg", "-dark.svg") and (ROOT / dark).is_file()

@@ -44,7 +44,7 @@ class ModelArguments:
     )
     attn_implementation: str | None = field(
         default=None,
-        metadata={"help": "Attention engine. Default: sdpa; with soft-capping, flex_attention on CUDA, else eager."},
+        metadata={"help": "Attention implementation; by default sdpa, or with soft-capping flex_attention or eager."},
     )
     teacher: str | None = field(
         default=None,
