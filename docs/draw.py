@@ -66,7 +66,7 @@ def cache_and_speed(figure: Figure, scheme: str):
     lengths = [2**n for n in range(8, 17)]
     for label, shape, color, offset in (
         ("all heads global", config.equal_mhsa(), GLOBALS[scheme], (-12, 0)),
-        ("1 of 12 global, W = 100", config, LOCAL, (4, -36)),
+        ("1 of 12 global, W = 100", config, LOCAL, (4, -58)),
     ):
         sizes = [shape.kv_cache_bytes(length) / 2**20 for length in lengths]
         left.plot(lengths, sizes, color=color, linewidth=2)
@@ -77,7 +77,7 @@ def cache_and_speed(figure: Figure, scheme: str):
     left.set_title("KV cache of one sequence, MiB")
     for name, label, offset, align in (
         ("attention", "attention alone", (7, 0), "left"),
-        ("prefill", "reading a prompt", (0, -13), "center"),
+        ("prefill", "reading a prompt", (-2, -15), "right"),
         ("decode", "generating a token", (7, 0), "left"),
     ):
         points = sorted(ratios(name).items())

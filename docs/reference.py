@@ -61,7 +61,7 @@ def help_of(*command: str) -> str:
     """What `lsgpt COMMAND --help` prints."""
     output = io.StringIO()
     with (
-        mock.patch.dict(os.environ, {"COLUMNS": "96", "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(output),
         contextlib.suppress(SystemExit),
     ):
