@@ -321,7 +321,7 @@ def checks_of_losses() -> list[Check]:
         ),
         prose(
             README,
-            "shrinks from {} nats per token to {}, no",
+            "shrinks from {} nats (natural logarithms) per token to {}, no",
             *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
         ),
         loss_row("[RoPE]*lower loss", difference("positions", "ls-rope", "mhsa-rope")),

@@ -49,8 +49,8 @@ def test_they_are_short():
 
 
 def test_train_with_telemetry(folder):
-    printed = run("train_with_telemetry.py", folder, "notes.txt", "--steps", "20", "--output", "runs/telemetry")
-    assert re.findall(r"^step (\d+): largest logit \d", printed, re.MULTILINE) == ["10", "20"]
+    printed = run("train_with_telemetry.py", folder, "notes.txt", "--steps", "10", "--output", "runs/telemetry")
+    assert re.findall(r"^step (\d+): largest logit \d", printed, re.MULTILINE) == ["10"]
     assert float(re.search(r"validation loss ([\d.]+)", printed)[1]) < 8.3  # the logarithm of the vocabulary's size
     assert AutoModelForCausalLM.from_pretrained(folder / "runs" / "telemetry").config.num_global_heads == 1
 

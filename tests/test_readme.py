@@ -15,6 +15,7 @@ import pytest
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.configuration import load_preset
 from lsgpt.training.data import load_documents, train_tokenizer
 
 
@@ -114,7 +115,8 @@ def test_numbers_at_the_top_are_those_of_the_results():
     requests = re.search(r"default\) \| [\d.]+ \| ([\d.]+) \|", read("docs/serving.md"))[1]  # tests/serving has it
     assert f"**{float(requests):.1f} times as many requests**" in top
     recall = healed["retrieval"]["2048"]["mean"] / source["retrieval"]["2048"]["mean"]
-    assert f"SmolLM2 keeps {recall:.0%} of its passkey retrieval at 2,048 tokens" in read("README.md")
+    page = " ".join(read("README.md").split())
+    assert re.search(f"SmolLM2 keeps {recall:.0%} of its passkey retrieval \\([^)]*\\) at 2,048 tokens", page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
@@ -158,6 +160,23 @@ def test_front_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     # `train heal` starts with `train`, too.
     script["run"](read("README.md"), execute, {**script["SMALLER"], "train": demo})
     assert [name for _, name in programs] == ["train", "generate", "-c", "convert", "train", "generate"]
+
+
+def test_the_quickstart_shows_what_info_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    load_preset("demo").save_pretrained("runs/demo")
+    assert "lsgpt info runs/demo --length 8192" in read("docs/quickstart.md")
+    assert lsgpt_cli.main(["info", "runs/demo", "--length", "8192"]) == 0
+    assert capsys.readouterr().out in blocks("docs/quickstart.md", "text")
+
+
+def test_the_table_of_costs_follows_from_the_configuration():
+    rows = re.findall(r"^\| 1/(\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", read("docs/choosing-heads.md"), re.MULTILINE)
+    assert len(rows) == 4
+    for parts, *shown in rows:
+        config = load_preset("gpt2-small", num_global_heads=12 // int(parts), sliding_window=128)
+        ratios = [config.kv_cache_bytes(n) / config.equal_mhsa().kv_cache_bytes(n) for n in (2048, 8192, 32768)]
+        assert [f"{ratio:.0%}" for ratio in ratios] == [f"{number}%" for number in shown]
 
 
 def test_a_front_page_that_shows_something_else_is_found():
