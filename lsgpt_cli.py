@@ -3,15 +3,36 @@
 # ruff: noqa: PLC0415
 
 import argparse
+import contextlib
+import difflib
 import importlib.metadata
 import logging
 import os
 import sys
 
 
+COMMANDS = ("train", "generate", "convert", "info", "inspect", "compare", "study", "bench", "publish")
+"""The names of the commands."""
+
+ARMS = ("ls", "mhsa", "local-only", "ls-sinks", "ls-rope", "mhsa-rope", "mhsa-qknorm")
+"""The arms that the help of `compare` names: it must not wait for what reads them."""
+
+FIRST_STEPS = """\
+first steps, which need no network:
+  lsgpt train                      train a small model on Python's source code (three minutes on two cores)
+  lsgpt generate runs/demo "def"   let it continue a text
+  lsgpt info gpt2-small            show what a shape costs, compared with all heads global
+
+lsgpt COMMAND --help describes a command.
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command and returns the exit status: 0, or 2 for user errors."""
+    """Runs a sub-command and returns the exit status: 0, or 2 for user errors. Without one, prints the help."""
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        _make_parser().print_help()
+        return 0
     # If torchao is installed, Transformers imports it for every model. It then warns about its libraries for other
     # hardware, and PyTorch warns about how it registers types; our users can do nothing about either.
     for name in ("torchao", "torch.utils._pytree"):
@@ -20,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         # Its options are the fields of the training arguments, which have their own parser.
         return _train(argv[1:])
     try:
+        if argv[0] not in COMMANDS and not argv[0].startswith("-"):
+            near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"the command must be one of {', '.join(COMMANDS)}; got {argv[0]!r}{hint}")
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
         if argv[:1] == ["bench"]:
@@ -34,10 +59,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lsgpt", description="LSGPT: a GPT with Long Short-attention (arXiv:2505.15548) for Transformers."
+        prog="lsgpt",
+        description="LSGPT: a GPT with Long Short-attention (arXiv:2505.15548) for Transformers.",
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lsgpt {importlib.metadata.version('lsgpt')}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
 
     commands.add_parser(
         "train",
@@ -133,7 +161,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--global-kv-heads",
         metavar="N",
         type=_count_or_share,
-        help="key/value heads in the whole model that stay global: their number, or a share such as 0.2",
+        help="key/value heads in the whole model that stay global: their number, or a fraction such as 0.2",
     )
     convert.add_argument(
         "--window",
@@ -158,8 +186,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--balance",
         choices=("overall", "layer"),
         default="overall",
-        help="keep the N heads global that change most in the whole model, or the same number in each layer; default: "
-        "%(default)s",
+        help="overall: keep the N heads global that change most, wherever they are; layer: keep the same number in "
+        "each layer, those that change most there; default: %(default)s",
     )
     convert.add_argument(
         "--max-blocks",
@@ -234,7 +262,9 @@ def _count_or_share(text: str) -> int | float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, or a share between 0 and 1; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be an integer of 1 or more, or a fraction between 0 and 1; got {text!r}"
+        )
     return value
 
 
@@ -268,6 +298,8 @@ def _train(argv: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         # All processes of a launcher on this machine have the same arguments, so only one of them prints the error.
         return _fail(error) if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    folder = arguments.training.output_dir
+    is_new, is_first = not os.path.exists(folder), not os.path.exists(os.path.dirname(folder) or ".")
     try:
         # Imported after parsing, because an error in the arguments should not wait for these imports.
         from lsgpt.model_cards import save_card
@@ -275,6 +307,11 @@ def _train(argv: list[str]) -> int:
 
         trainer = build_trainer(arguments, save_card)
     except (ValueError, OSError, ImportError) as error:
+        with contextlib.suppress(OSError):  # what is not empty stays
+            if is_new:
+                os.rmdir(folder)
+            if is_first:
+                os.rmdir(os.path.dirname(folder))
         return _fail(error)
     try:
         train(trainer, arguments)
@@ -292,7 +329,10 @@ def _compare(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--arms", required=True, help="comma-separated names from configuration/arms.yaml or ARMS_FILE"
+        "--arms",
+        required=True,
+        help=f"comma-separated names, such as {', '.join(ARMS)}; all of them are in configuration/arms.yaml, and "
+        "ARMS_FILE adds yours",
     )
     parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")
     parser.add_argument("--output-dir", "--output_dir", help="folder to write into; default: runs/compare-NAME")
@@ -315,9 +355,10 @@ def _study(argv: list[str]) -> int:
 
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: lsgpt study NAME [--help] [--scale micro|paper] [--field value ...]\n")
-        for name in STUDIES:
-            study = load_study(name)
-            print(f"  {name:<22}{study.title:<34}{study.scales['micro'].hours:g} h on two CPU cores")
+        studies = [load_study(name) for name in STUDIES]
+        width = max(len(study.title) for study in studies) + 2
+        for name, study in zip(STUDIES, studies):
+            print(f"  {name:<22}{study.title:<{width}}{study.scales['micro'].hours:g} h on two CPU cores")
         return 0
     study = load_study(argv[0])
     parser = argparse.ArgumentParser(
@@ -392,7 +433,7 @@ def _load(name: str):
     from lsgpt.utilities import load_complete, load_tokenizer
 
     tokenizer = load_tokenizer(name)
-    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is not a local folder"
+    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here, from the Hub"
     try:
         model = load_complete(name, device_map="auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
@@ -449,11 +490,11 @@ def _info(args: argparse.Namespace) -> int:
     print(args.model)
     for name, value in describe(config).items():
         print(f"  {name:<34}{value}")
-    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
+    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
     for name, (ours, theirs, ratio) in compare_costs(config, length).items():
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if args.processes > 1:
-        print(f"\n  {f'split over {args.processes} processes':<34}{'LSGPT':>10}{'equal MHSA':>14}{'ratio':>9}")
+        print(f"\n  {f'split over {args.processes} processes':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
         for name, (ours, theirs, ratio) in compare_split(config, length, args.processes).items():
             print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
@@ -514,8 +555,21 @@ def _check_checkpoint(name: str):
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"{name!r} has no config.json: it is not a checkpoint")
-    elif os.path.exists(name) or name.startswith((".", "~", os.sep)) or os.path.isdir(parent) or name.count("/") > 1:
-        raise ValueError(f"there is no folder {name!r}")
+        return
+    looks_like_a_path = name.startswith((".", "~", os.sep, "runs/")) or name.count("/") > 1
+    if os.path.exists(name) or looks_like_a_path or os.path.isdir(parent):
+        raise ValueError(f"there is no folder {name!r}{_suggest_run(name)}")
+
+
+def _suggest_run(name: str) -> str:
+    """End of the message about a missing folder: how to make it, or what was meant."""
+    if os.path.normpath(name) == os.path.join("runs", "demo"):
+        return "; `lsgpt train` trains the demo and saves it there"
+    with contextlib.suppress(OSError):
+        parent = os.path.dirname(os.path.normpath(name)) or "."
+        if near := difflib.get_close_matches(os.path.basename(os.path.normpath(name)), os.listdir(parent), n=1):
+            return f"; did you mean {os.path.join(parent, near[0])!r}?"
+    return ""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from lsgpt.training.plots import BASELINE, GLOBAL, LOCAL, OTHERS
+
 
 COMPARED_WITH = {
     "mhsa": "multi-head attention in the same code",
@@ -27,9 +29,12 @@ CURVES = {
     "lsgpt-no-logits": "LSGPT without logits, as `lsgpt train` runs it",
     "mhsa": "multi-head attention in the same code",
     "limit": "bound: LSGPT with its local heads' attention left out",
-    "cache": "LSGPT's cache, share of the bytes",
+    "cache": "LSGPT's cache, fraction of the bytes",
 }
 """Legends of the families that are drawn."""
+
+COLORS = {"lsgpt": LOCAL, "lsgpt-no-logits": OTHERS[0], "mhsa": GLOBAL, "limit": BASELINE, "cache": OTHERS[1]}
+"""Their colours, those of the plots of runs and studies."""
 
 
 def plot_ratios(path: Path, name: str, rows: list[dict]):
@@ -55,13 +60,13 @@ def plot_ratios(path: Path, name: str, rows: list[dict]):
     figure = Figure(figsize=(max(6, 4.4 * len(baselines)), 4.6), layout="constrained")
     handles = {}
     for axes, baseline in zip(figure.subplots(1, len(baselines), squeeze=False, sharey=True)[0], baselines):
-        for number, (label, legend) in enumerate(CURVES.items()):
+        for label, legend in CURVES.items():
             if label in points[baseline]:
-                (line,) = axes.plot(*zip(*points[baseline][label]), color=f"C{number}", marker="o", label=legend)
+                (line,) = axes.plot(*zip(*points[baseline][label]), color=COLORS[label], marker="o", label=legend)
                 handles.setdefault(legend, line)
             if (baseline, label) in targets:
                 legend = f"target: {legend}, at most this"
-                (line,) = axes.plot(*zip(*targets[baseline, label]), color=f"C{number}", linestyle=":", label=legend)
+                (line,) = axes.plot(*zip(*targets[baseline, label]), color=COLORS[label], linestyle=":", label=legend)
                 handles.setdefault(legend, line)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xscale("log")
@@ -71,7 +76,7 @@ def plot_ratios(path: Path, name: str, rows: list[dict]):
         axes.set_title(f"{COMPARED_WITH[baseline]} = 1", fontsize=10)
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("share of the time (less is better)")
+    figure.axes[0].set_ylabel("fraction of the time (less is better)")
     figure.suptitle(TITLES[name])
     where: Any = "outside lower center"
     figure.legend(handles=list(handles.values()), loc=where, ncols=len(baselines), fontsize=8)

@@ -1,6 +1,7 @@
 """Named configurations to start from: model presets (JSON), training recipes, arms and launch files (YAML)."""
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -72,7 +73,9 @@ def _build(values: dict, overrides: dict) -> LSGPTConfig:
     try:
         return LSGPTConfig.from_dict(values)
     except StrictDataclassError as error:  # for a value of the wrong type; not a `ValueError`
-        raise ValueError(str(error.__cause__ or error)) from error
+        reason = str(error.__cause__ or error)
+        wrong = re.fullmatch(r"Field '(\w+)' expected (.+), got \w+ \(value: (.*)\)", reason, re.DOTALL)
+        raise ValueError("`{}` must be of type {}; got {}".format(*wrong.groups()) if wrong else reason) from error
 
 
 def list_recipes() -> list[str]:
@@ -90,12 +93,14 @@ def load_recipe(name_or_path: str | Path) -> dict:
     Raises:
         ValueError: If there is no such recipe or file, or the file is not a mapping from field names to values.
     """
-    file = _FOLDER / "recipes" / f"{name_or_path}.yaml"
+    file, known = _FOLDER / "recipes" / f"{name_or_path}.yaml", ", ".join(list_recipes())
     if name_or_path not in list_recipes():
         file = Path(name_or_path)
         if not file.is_file():
+            if file.suffix in (".yaml", ".yml"):
+                raise ValueError(f"there is no file {str(file)!r}; a recipe is a YAML file, or one of {known}")
             raise ValueError(
-                f"recipe must be one of {', '.join(list_recipes())} or a YAML file; got {str(name_or_path)!r}"
+                f"recipe must be one of {known} or a YAML file; got {str(name_or_path)!r}"
                 f"{suggest(str(name_or_path), list_recipes())}"
             )
     return _read_yaml_mapping(file, "recipe")

@@ -79,7 +79,9 @@ def load_config(source: str | Path) -> PreTrainedConfig:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
-        raise ValueError(f"there is no model {str(source)!r}: {error}") from error
+        raise ValueError(
+            f"there is no folder {str(source)!r} here, and no model of that name could be read from the Hub: {error}"
+        ) from error
     kind = values.get("model_type")
     if kind in _REFUSED:
         raise ValueError(

@@ -1,8 +1,8 @@
 """
 Fills tables of the documentation from the files in `benchmarks/results/`: `python docs/fill_measurements.py`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and ends with the commands, commits and machines of
-its figures. What no file holds is "not measured yet".
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and names the files of its figures, which hold the
+command, commit and machine. What no file holds is "not measured", and a row without any figure is left out.
 """
 
 import json
@@ -13,13 +13,17 @@ from pathlib import Path
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
 from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
-from lsgpt.utilities import table
+from lsgpt.configuration import LSGPTConfig, load_preset
+from lsgpt.utilities import table, with_unit
 
 
-PAGES = [Path(__file__).parent / name for name in ("measurements.md", "pretrained.md")]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / name for name in ("docs/measurements.md", "docs/memory-and-time.md", "docs/pretrained.md", "README.md")
+]
+RESULTS = ROOT / "benchmarks" / "results"
 
-MISSING = "not measured yet"
+MISSING = "not measured"
 
 SPEED = {
     "attention alone, forward and backward": ("attention", "attention", "lsgpt"),
@@ -37,7 +41,6 @@ NAMES = {
     "mhsa": "MHSA",
     "gpt2": "GPT-2",
     "llama": "Llama",
-    "limit": "bound",
 }
 
 
@@ -62,23 +65,17 @@ def read_ratios(folder: str) -> dict:
 
 
 def with_sources(header: str, rows: list[list], *files: str) -> str:
-    """A Markdown table of `rows`, and a line for each of the `files` that it is made from."""
+    """A Markdown table of `rows`, and a line with the `files` that it is made from."""
     head = [column.strip() for column in header.split("|")]
-    return f"{table(rows, head)}\n\n" + "\n".join(describe_source(name) for name in files)
+    return f"{table(rows, head)}\n\nFrom {', '.join(map(describe_source, files))}."
 
 
 def describe_source(name: str) -> str:
-    """Command, commit and machine of a file of results."""
+    """A link to a file of results, and what it does not record."""
     result = read(name)
-    environment = result.get("environment", {})
-    versions = ", ".join(f"{package} {environment[package]}" for package in ("torch", "transformers") if environment)
-    parts = [
-        f"`{result['command']}`" if "command" in result else "command not recorded",
-        f"commit {environment.get('commit', 'not recorded')}",
-        environment.get("hardware", "machine not recorded"),
-        versions,
-    ]
-    return f"- [{name}](../benchmarks/results/{name}): {'; '.join(part for part in parts if part)}"
+    known = {"command": "command" in result, "commit": "commit" in result.get("environment", {})}
+    lost = " or ".join(what for what, is_known in known.items() if not is_known)
+    return f"[{name}](../benchmarks/results/{name})" + f" (no {lost} recorded)" * bool(lost)
 
 
 def with_spread(x: dict | None, digits: int = 2) -> str:
@@ -98,41 +95,35 @@ def speed() -> str:
         for length in LENGTHS:
             if benchmark == "train" and length > TRAIN_LIMIT:
                 continue
-            pairs = [(family, "mhsa"), (family, "gpt2"), ("mhsa", "gpt2"), ("limit", "mhsa")]
-            found = [ratios.get((benchmark, *pair, length)) for pair in pairs]
+            found = [ratios.get((benchmark, *pair, length)) for pair in ((family, "mhsa"), (family, "gpt2"))]
+            if not any(found):
+                continue
             cells = [with_spread(x) for x in found]
             if benchmark == "attention":  # MHSA is what GPT-2 calls
-                cells[1] = cells[2] = "-"
-            if benchmark == "cache":
-                cells[2], cells[3] = "1.00", "-"
-            rounds = max((x["rounds"] for x in found if x), default="-") if benchmark != "cache" else "-"
+                cells[1] = "-"
+            rounds = max(x["rounds"] for x in found if x) if benchmark != "cache" else "-"
             rows.append([title, f"{length:,}", *cells, rounds])
     files = [f"bench/{folder}/bench-cpu.json" for folder in dict.fromkeys(folder for folder, *_ in SPEED.values())]
-    return with_sources("| tokens | LSGPT / MHSA | LSGPT / GPT-2 | MHSA / GPT-2 | bound / MHSA | rounds", rows, *files)
+    return with_sources("| tokens | relative to `mhsa` | relative to GPT-2 | rounds", rows, *files)
 
 
 def targets() -> str:
-    """The targets for the CPU, and whether they are met."""
-    rows = []
-    for (device, benchmark, *pair), lengths in TARGETS.items():
-        for length, target in lengths.items() if device == "cpu" else ():
-            x = read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, *pair, length))
-            met = MISSING if x is None else "yes" if x["median"] <= target else "no"
-            names = " / ".join(NAMES[family] for family in pair)
-            rows.append([benchmark, f"{length:,}", names, with_spread(x, 3), target, met])
-    return with_sources("benchmark | tokens | ratio | measured | target, at most | met", rows)
+    """How many of the targets for the CPU are met."""
+    verdicts = [
+        x["median"] <= target
+        for (device, benchmark, *pair), lengths in TARGETS.items()
+        for length, target in (lengths.items() if device == "cpu" else ())
+        if (x := read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, *pair, length)))
+    ]
+    return f"Of the project's own targets, {len(verdicts)} have been measured, and {sum(verdicts)} of these are met."
 
 
 def smollm2() -> str:
     """A converted model as a share of Transformers' Llama."""
     ratios, rows = read_ratios("smollm2"), []
     for (_, benchmark, *pair), lengths in SMOLLM2_TARGETS.items():
-        for length, target in lengths.items():
-            x = ratios.get((benchmark, *pair, length))
-            met = MISSING if x is None else "yes" if x["median"] <= target else "no"
-            rows.append([benchmark, f"{length:,}", with_spread(x, 3), target, met])
-    header = "benchmark | tokens | LSGPT / Llama | target, at most | met"
-    return with_sources(header, rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
+        rows += [[benchmark, f"{n:,}", with_spread(x)] for n in lengths if (x := ratios.get((benchmark, *pair, n)))]
+    return with_sources("| tokens | relative to Llama", rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
 
 
 def quality() -> str:
@@ -173,7 +164,8 @@ def growth() -> str:
             f"{x['peak_bytes'] / 2**20:,.0f} MiB, {x['bytes_per_token'] / 2**10:.0f} KiB" if x else MISSING
             for x in peaks
         ]
-        rows.append([name.replace("-", " heads "), *cells])
+        if any(peaks):
+            rows.append([name.replace("-", " heads "), *cells])
     return with_sources(
         "|".join(["peak, and per token ", *(f"{length:,} tokens" for length in lengths)]), rows, "memory.json"
     )
@@ -187,12 +179,10 @@ def memory() -> str:
     rows = []
     for name in families:
         for length in lengths:
-            peak = found.get((name, length))
-            cells = [f"{peak / length / 2**10:,.0f} KiB" if peak else MISSING]
-            for other in ("mhsa", "gpt2"):
-                cells.append(f"{peak / found[other, length]:.2f}" if peak and (other, length) in found else MISSING)
-            rows.append([NAMES[name], f"{length:,}", *cells])
-    return with_sources("| tokens | peak per token | share of MHSA's | share of GPT-2's", rows, "memory.json")
+            if peak := found.get((name, length)):
+                ratio = f"{peak / found['gpt2', length]:.2f}" if ("gpt2", length) in found else MISSING
+                rows.append([NAMES[name], f"{length:,}", f"{peak / length / 2**10:,.0f} KiB", ratio])
+    return with_sources("| tokens | peak per token | relative to GPT-2", rows, "memory.json")
 
 
 def long_context() -> str:
@@ -208,8 +198,6 @@ def long_context() -> str:
         ]
         for row in read("long_context.json")["rows"]
     ]
-    if not any("all heads global" in model for model, *_ in rows):
-        rows.append(["paper-v1, all heads global", *[MISSING] * 5])
     return with_sources("model | tokens | at once | time | memory | cache at the end", rows, "long_context.json")
 
 
@@ -240,7 +228,69 @@ def books() -> str:
     return with_sources(header, rows, "books/results.json")
 
 
-TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, telemetry, books)
+def front_page() -> str:
+    """The rows of the front page: LSGPT relative to the same model with all heads global."""
+    rows = []
+    for title, folder, benchmark, family, length in FRONT_PAGE:
+        ratio = read_ratios(folder)[(benchmark, family, "mhsa", length)]["median"]
+        rows.append([title, f"{length:,}", f"{ratio:.2f}"])
+    return table(rows, ["time or memory, relative to all heads global", "tokens", "ratio"])
+
+
+def costs() -> str:
+    """What models of several sizes need, from their configurations alone."""
+    rows = []
+    for name, config in {**{f"`{name}`": load_preset(name) for name in COSTS}, **LLAMAS}.items():
+        mhsa, cells = config.equal_mhsa(), []
+        for length in (8192, 32768):
+            sizes = [with_unit(shape.kv_cache_bytes(length), "B") for shape in (config, mhsa)]
+            cells.append(" / ".join(sizes))
+        saved = config.flops_per_token(32768) / mhsa.flops_per_token(32768)
+        rows.append([name, with_unit(config.num_parameters()), *cells, f"{saved:.2f}"])
+    header = (
+        "shape | parameters | cache at 8,192 tokens | at 32,768 tokens | operations at 32,768, relative to all global"
+    )
+    return table(rows, [column.strip() for column in header.split("|")])
+
+
+COSTS = ("gpt2-small", "smollm2-135m", "paper-36l")
+"""Presets in the table of costs."""
+
+LLAMAS = {
+    name: LSGPTConfig(
+        vocab_size=128256,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_global_heads=4,
+        sliding_window=128,
+        norm_type="rms_norm",
+        gated_mlp=True,
+        hidden_act="silu",
+        position_embedding_type="rope",
+        max_position_embeddings=131072,
+        **fields,
+    )
+    for name, fields in {
+        "Llama 3.2 1B": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "intermediate_size": 8192,
+            "tie_word_embeddings": True,
+        },
+        "Llama 3.1 8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
+    }.items()
+}
+"""The shapes of two Llamas, with one of eight key/value heads global."""
+
+FRONT_PAGE = (
+    ("KV cache", "decode", "cache", "lsgpt", 8192),
+    ("generating a token", "decode", "decode", "lsgpt", 32768),
+    ("reading a prompt (*prefill*)", "prefill", "prefill", "lsgpt", 8192),
+    ("attention alone, forward and backward", "attention", "attention", "lsgpt", 8192),
+    ("a training step", "train", "train", "lsgpt", 2048),
+)
+
+TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, telemetry, books, costs, front_page)
 
 
 def fill(page: str) -> str:

@@ -169,9 +169,9 @@ Means over the heads of a layer and kind.
 
 The figures of each head are in `statistics.json`.
 
-## What the figures are
+## Metrics
 
-Weights are those of the model's `eager` engine. A figure is the mean over blocks, and over the queries of a block for
+Weights are those of `eager`. Each metric is averaged over blocks and over the queries for
 which it is defined: entropies need at least two keys, and figures of far keys need queries that have such keys.
 
 {definitions}
@@ -282,7 +282,7 @@ def write_page(
     """
     Writes a web page that shows where each token of a passage looks. It is one file, which loads no others.
 
-    The page holds the weights of the model's `eager` engine, rounded to ten-thousandths, for the first 128 tokens of
+    The page holds the weights of `eager`, rounded to ten-thousandths, for the first 128 tokens of
     the text; for fewer tokens if the model has so many heads that the file would become larger than about 5 MB.
 
     Args:

@@ -62,7 +62,7 @@ def triton_attention_forward(
     if dropout or softcap is not None:
         what = "attention_dropout" if dropout else "attn_logit_softcapping"
         raise ValueError(
-            f"the `triton` engine does not support `{what}`, which is {dropout or softcap} here; use "
+            f"`triton` does not support `{what}`, which is {dropout or softcap} here; use "
             'attn_implementation="eager", or disable it'
         )
     from .triton_kernels import fused_attention_forward  # noqa: PLC0415

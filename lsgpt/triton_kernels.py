@@ -1,4 +1,4 @@
-"""The `triton` engine: global and local heads in one launch of a fused kernel, forward and backward.
+"""The attention implementation `triton`: global and local heads in one launch of a fused kernel, forward and backward.
 
 The algorithm is FlashAttention-2's (arXiv:2307.08691): a program holds one block of queries and walks over the blocks
 of keys that they see, or vice versa for the gradients of keys and values. Specific to Long Short-attention are the
@@ -108,20 +108,17 @@ def _check(query: torch.Tensor):
     is_interpreted = not isinstance(_forward_kernel, triton.JITFunction)
     if query.device.type != "cuda" and not is_interpreted:
         raise ValueError(
-            f"the `triton` engine runs on CUDA devices; got tensors on {query.device}. Move the model there, "
-            f"or {remedy}"
+            f"`triton` runs on CUDA devices; got tensors on {query.device}. Move the model there, or {remedy}"
         )
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(
-            f"the `triton` engine computes in float16, bfloat16 or float32; got {query.dtype}. Load the model "
+            f"`triton` computes in float16, bfloat16 or float32; got {query.dtype}. Load the model "
             f"in one of these, or {remedy}"
         )
     if is_interpreted and query.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 with it")
     if query.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"`head_dim` must be at most {MAX_HEAD_DIM} on the `triton` engine; got {query.shape[-1]}; {remedy}"
-        )
+        raise ValueError(f"`head_dim` must be at most {MAX_HEAD_DIM} with `triton`; got {query.shape[-1]}; {remedy}")
 
 
 # Custom operators, so that `torch.compile` and `torch.export` do not look inside. The namespace depends on the name of

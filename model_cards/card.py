@@ -129,7 +129,7 @@ def make_preset_card(preset: str) -> ModelCard:
         **_describe_snippets(config, f"runs/{preset}", recipe),
         **_describe_logits([]),
         "preset": preset,
-        "name": f"The preset {preset}",
+        "name": f"{preset} (preset)",
         "heads_picture": f"{preset}.png",
         "recipe": yaml.safe_dump({**recipe, "preset": preset}, sort_keys=False, allow_unicode=True).strip(),
         "train_command": command,

@@ -60,7 +60,7 @@ def compare(
         ChildProcessError: If a run fails; the message names the file with its output.
     """
     if num_seeds < 1:
-        raise ValueError(f"`num_seeds` (`--seeds`) must be at least 1; got {num_seeds}")
+        raise ValueError(f"`num_seeds` must be at least 1; got {num_seeds}")
     base = parse_arguments(recipe, overrides)
     known = load_arms(arms_file)
     for arm in arms:

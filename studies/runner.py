@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.utilities import format_duration, table
+from lsgpt.utilities import format_duration, suggest, table
 
 from .comparisons import LOSS
 from .processes import Command, run_commands
@@ -151,7 +151,10 @@ def _choose_arms(study: Study, scale: str, only: Sequence[str]) -> list[str]:
     arms = list(study.arms(scale))
     for pattern in only:
         if not fnmatch.filter(arms, pattern):
-            raise ValueError(f"`--only` must name arms of {study.name}, which are {', '.join(arms)}; got {pattern!r}")
+            raise ValueError(
+                f"`--only` must name arms of {study.name}, which are {', '.join(arms)}; got {pattern!r}"
+                f"{suggest(pattern, arms)}"
+            )
     return [arm for arm in arms if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)]
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, set_se
 import lsgpt
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.configuration import load_arms
 
 
 TINY = (
@@ -277,6 +278,12 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (["generate", "RUN", ""], "`prompt` must have at least one token"),
         (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max-new-tokens` must be at most 62"),
         (["generate", "a/b/c", "def"], "there is no folder 'a/b/c'"),
+        (["generate", "EMPTY/../emtpy", "def"], "/empty'?"),
+        (["trian"], "got 'trian'; did you mean 'train'?"),
+        (["study", "lerning-rates"], "did you mean 'learning-rates'?"),
+        (["study", "learning-rates", "--only", "lss-lr0.01"], "got 'lss-lr0.01'; did you mean 'ls-lr0.01'?"),
+        (["train", "my.yaml"], "there is no file 'my.yaml'; a recipe is a YAML file, or one of books, demo"),
+        (["train", "--config_overrides", "{hidden_size: big}"], "`hidden_size` must be of type int; got 'big'"),
         (["train", "dmeo"], "did you mean 'demo'"),
         (["train", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),
         (["train", "--output_dir", "RUN"], "`output_dir` must be a new or an empty folder"),
@@ -288,6 +295,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (["train", "--output_dir", "EMPTY", "--tokenizer", "EMPTY/x"], "there is no 'EMPTY/x'"),
         (["train", "finetune", "--model_name_or_path", "EMPTY/x"], "there is no folder 'EMPTY/x'"),
         (["train", "--resume_from_checkpoint", "EMPTY"], "`resume_from_checkpoint` must be or contain a complete"),
+        (["train", "--resume_from_checkpoint", "EMPTY/x"], "there is no 'EMPTY/x'"),
         (["train", "finetune"], "`model_name_or_path` must be set if there is no `preset`"),
         (
             ["train", "finetune", "--model_name_or_path", "GPT2"],
@@ -315,7 +323,6 @@ def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([], "required: COMMAND"),
         (["info", "demo", "--length", "0"], "argument --length: must be an integer of 1 or more; got '0'"),
         (["compare", "books"], "the following arguments are required: --arms"),
         (["compare", "--arms", "ls", "--seeds", "0"], "argument --seeds: must be an integer of 1 or more; got '0'"),
@@ -328,6 +335,55 @@ def test_wrong_usage_exits_with_2(capsys, command, message):
         lsgpt_cli.main(command)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_demo_that_nobody_trained_yet(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for command in ("generate", "inspect"):
+        assert lsgpt_cli.main([command, "runs/demo", "def"]) == 2
+        error = capsys.readouterr().err
+        assert error == (
+            "lsgpt: error: there is no folder 'runs/demo'; `lsgpt train` trains the demo and saves it there\n"
+        )
+
+
+def test_without_a_network_a_missing_source_is_a_missing_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert lsgpt_cli.main(["convert", "nope", "new"]) == 2
+    assert "there is no folder 'nope' here, and no model of that name could be read from the Hub" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("folder", ["runs", "mine"])
+def test_a_start_that_fails_leaves_no_folder_behind(tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    output = [] if folder == "runs" else ["--output_dir", folder]
+    assert lsgpt_cli.main(["train", "--dataset_name", "notes.txt", *output]) == 2
+    assert "there is no file or folder 'notes.txt'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bare_command_says_what_to_do_first(capsys):
+    assert lsgpt_cli.main([]) == 0
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        lsgpt_cli.main(["--help"])
+    assert done.value.code == 0 and capsys.readouterr().out == alone
+    steps = re.findall(r"^  (lsgpt .*?)  ", alone, re.MULTILINE)
+    assert steps[0] == "lsgpt train" and {step.split()[1] for step in steps} <= set(lsgpt_cli.COMMANDS)
+
+
+def test_the_list_of_studies_is_a_table(capsys):
+    assert lsgpt_cli.main(["study"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) > 10 and all(re.search(r"\S  +[\d.]+ h on two CPU cores$", line) for line in lines)
+    assert len({re.search(r"[\d.]+ h on", line).start() for line in lines}) == 1
+
+
+def test_the_help_of_compare_names_arms_that_exist():
+    assert set(lsgpt_cli.ARMS) <= set(load_arms())
 
 
 def test_help_explains_every_command_without_torch():

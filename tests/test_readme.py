@@ -5,7 +5,9 @@ The pages whose code takes more than a moment have tests of their own: `test_oth
 `test_other_libraries.py`, `training/test_fine_tuning.py`.
 """
 
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.configuration import load_preset
 from lsgpt.training.data import load_documents, train_tokenizer
 
 
@@ -36,7 +39,8 @@ def without_code(text):
 
 def links(text):
     """Where the links and images of a page lead."""
-    return re.findall(r"\]\(([^()\s]+)\)", without_code(text))
+    text = without_code(text)
+    return re.findall(r"\]\(([^()\s]+)\)", text) + re.findall(r'(?:srcset|src|href)="([^"]+)"', text)
 
 
 def anchors(text):
@@ -73,8 +77,46 @@ def folder(tmp_path_factory):
 
 def test_front_page_is_short():
     readme = read("README.md")
-    assert len(readme.split()) <= 1100
+    assert len(prose(readme).split()) <= 700
     assert len(readme.splitlines()) <= 170
+    assert all(block.count("\n") <= 6 for block in re.findall(r"```(?:bash|python)\n(.*?)```", readme, re.DOTALL))
+
+
+def test_docs_are_short():
+    words = [word for page in DOCS for word in prose(page.read_text(encoding="utf-8")).split()]
+    assert sum(any(map(str.isalnum, word)) for word in words) <= 15_600
+
+
+def prose(text):
+    """What somebody wrote by hand: no code, no pictures, no tables that a script fills in."""
+    return re.sub(r"<!-- table: .*?<!-- end -->|<picture>.*?</picture>|```.*?```", "", text, flags=re.DOTALL)
+
+
+def test_numbers_at_the_top_are_those_of_the_results():
+    top = " ".join(read("README.md").partition("\n## ")[0].split())
+    bench = json.loads(read("benchmarks/results/bench/smollm2/bench-cpu.json"))["rows"]
+    cache = {
+        x["median"]
+        for row in bench
+        for x in row["ratios"]
+        if (x["benchmark"], "llama" in x["families"]) == ("cache", True)
+    }
+    source, _, healed = json.loads(read("benchmarks/results/quality.json"))["rows"]
+    assert f"**{cache.pop():.0%} of the KV cache**" in top
+    assert f"for {healed['perplexity'] / source['perplexity'] - 1:.0%} more perplexity" in top
+    decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
+    (ratio,) = (
+        x["median"]
+        for row in decode
+        for x in row["ratios"]
+        if row["length"] == 32768 and x["benchmark"] == "decode" and x["families"] == ["lsgpt", "mhsa"]
+    )
+    assert f"{ratio:.2f}" == "0.33" and "**A third of the time per generated token** after 32,768 tokens" in top
+    requests = re.search(r"default\) \| [\d.]+ \| ([\d.]+) \|", read("docs/serving.md"))[1]  # tests/serving has it
+    assert f"**{float(requests):.1f} times as many requests**" in top
+    recall = healed["retrieval"]["2048"]["mean"] / source["retrieval"]["2048"]["mean"]
+    page = " ".join(read("README.md").split())
+    assert re.search(f"SmolLM2 keeps {recall:.0%} of its passkey retrieval \\([^)]*\\) at 2,048 tokens", page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
@@ -87,9 +129,9 @@ def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Here\n[a](other.md#a-title-x-and-more) [b](#here) [c](https://example.org/#x) `[d](code.md)`\n"
-        "[two\nlines](gone.md) ![e](gone.png) [f](other.md#no-title) [g](#there)\n"
+        '[two\nlines](gone.md) ![e](gone.png) [f](other.md#no-title) [g](#there) <img src="gone.svg">\n'
     )
-    assert broken_links(page) == ["gone.md", "gone.png", "other.md#no-title", "#there"]
+    assert broken_links(page) == ["gone.md", "gone.png", "other.md#no-title", "#there", "gone.svg"]
 
 
 def test_index_lists_every_page():
@@ -98,12 +140,52 @@ def test_index_lists_every_page():
     assert {page.name for page in DOCS if page != index} <= listed
 
 
-def test_front_page_code_prints_what_is_shown(tmp_path, monkeypatch, capsys):
-    """It needs nothing but the installed package: the folder is empty."""
+def test_front_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    """It needs nothing but the installed package, and what `run_readme.py` puts in place of a pretrained model."""
+    script = runpy.run_path(str(ROOT / "docs" / "run_readme.py"))
     monkeypatch.chdir(tmp_path)
-    (code,), (output,) = blocks("README.md", "python"), blocks("README.md", "text")
-    exec(code, {})
-    assert capsys.readouterr().out == output
+    script["make_source"](tmp_path)
+    programs = []
+
+    def execute(words):
+        programs.append(words[:2])
+        capsys.readouterr()
+        if words[0] == "python":
+            exec(words[2], {})
+        else:
+            assert lsgpt_cli.main(words[1:]) == 0
+        return capsys.readouterr().out
+
+    demo = f"--max_steps 2 --warmup_steps 0 --eval_strategy no --max_eval_blocks 8 --tokenizer {script['SOURCE']}"
+    # `train heal` starts with `train`, too.
+    script["run"](read("README.md"), execute, {**script["SMALLER"], "train": demo})
+    assert [name for _, name in programs] == ["train", "generate", "-c", "convert", "train", "generate"]
+
+
+def test_the_quickstart_shows_what_info_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    load_preset("demo").save_pretrained("runs/demo")
+    assert "lsgpt info runs/demo --length 8192" in read("docs/quickstart.md")
+    assert lsgpt_cli.main(["info", "runs/demo", "--length", "8192"]) == 0
+    assert capsys.readouterr().out in blocks("docs/quickstart.md", "text")
+
+
+def test_the_table_of_costs_follows_from_the_configuration():
+    rows = re.findall(r"^\| 1/(\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", read("docs/choosing-heads.md"), re.MULTILINE)
+    assert len(rows) == 4
+    for parts, *shown in rows:
+        config = load_preset("gpt2-small", num_global_heads=12 // int(parts), sliding_window=128)
+        ratios = [config.kv_cache_bytes(n) / config.equal_mhsa().kv_cache_bytes(n) for n in (2048, 8192, 32768)]
+        assert [f"{ratio:.0%}" for ratio in ratios] == [f"{number}%" for number in shown]
+
+
+def test_a_front_page_that_shows_something_else_is_found():
+    script = runpy.run_path(str(ROOT / "docs" / "run_readme.py"))
+    page = "```bash\npip install x\nlsgpt info  # shown\n```\n```text\nyes\n```\n"
+    assert script["commands"](page) == [(["lsgpt", "info"], "yes\n")]
+    script["run"](page, lambda words: "yes\n")
+    with pytest.raises(AssertionError, match="prints 'no"):
+        script["run"](page, lambda words: "no\n")
 
 
 @pytest.mark.parametrize(
@@ -134,8 +216,8 @@ def test_code_of_averaging_and_losses(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("page", "command", "printed"),
     [
-        ("docs/engines-and-caches.md", "lsgpt info gpt2-small --length 8192", r"at 8,192 tokens .*MHSA"),
-        ("README.md", 'lsgpt generate runs/demo "def"', r"\Adef"),
+        ("docs/attention-implementations.md", "lsgpt info gpt2-small --length 8192", r"at 8,192 tokens .*all global"),
+        ("docs/quickstart.md", 'lsgpt generate runs/demo "def" --seed 0', r"\Adef"),
         (
             "docs/publishing.md",
             "lsgpt publish runs/demo your-name/your-lsgpt --license apache-2.0 --dry-run",

@@ -39,7 +39,7 @@ class ModelArguments:
     )
     attn_implementation: str | None = HfArg(
         default=None,
-        help="Attention implementation. Default: sdpa; with soft-capping, flex_attention on CUDA, else eager. "
+        help="Attention implementation; by default sdpa, or with soft-capping flex_attention or eager. "
         "With `_in_float32` at its end, attention is computed in float32 under autocast.",
     )
     teacher: str | None = HfArg(

@@ -46,6 +46,8 @@ def find_checkpoint(folder: str | Path) -> Path:
         ValueError: If there is no such folder, or it contains no complete checkpoint.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"`resume_from_checkpoint` must be the folder of a run; there is no {str(folder)!r}")
     complete = _complete_checkpoints(folder)
     if not complete:
         recipe = folder / "recipe.yaml"

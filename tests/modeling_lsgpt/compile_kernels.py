@@ -1,4 +1,4 @@
-"""Compiles the `triton` engine's kernels for GPUs that need not be there, and prints what they take as lines of JSON.
+"""Compiles the kernels of `triton` for GPUs that need not be there, and prints what they take as lines of JSON.
 
 Runs in a process of its own: `python compile_kernels.py`, without Triton's interpreter.
 """

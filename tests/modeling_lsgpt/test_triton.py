@@ -1,4 +1,4 @@
-"""The `triton` engine in the model. Against the dense reference it stands in `test_attention.py`."""
+"""The attention implementation `triton` in the model. Against the dense reference it stands in `test_attention.py`."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
         tiny_model(engine="triton", attn_logit_softcapping=20.0).to(DEVICE)(ids)
     with pytest.raises(ValueError, match="computes in float16, bfloat16 or float32; got"):
         tiny_model(torch.float64, "triton").to(DEVICE)(ids)
-    with pytest.raises(ValueError, match="`head_dim` must be at most 128 on the `triton` engine; got 160"):
+    with pytest.raises(ValueError, match="`head_dim` must be at most 128 with `triton`; got 160"):
         tiny_model(engine="triton", head_dim=160).to(DEVICE)(ids)
     llama = LlamaConfig(
         vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -147,7 +147,7 @@ def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
 
 def test_without_a_gpu_the_error_says_what_to_do(tiny_model, monkeypatch):
     monkeypatch.setattr(triton_kernels, "_forward_kernel", object.__new__(triton.JITFunction))  # no interpreter
-    with pytest.raises(ValueError, match="the `triton` engine runs on CUDA devices; got tensors on cpu"):
+    with pytest.raises(ValueError, match="`triton` runs on CUDA devices; got tensors on cpu"):
         tiny_model(engine="triton")(torch.randint(97, (1, 12)))
 
 

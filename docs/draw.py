@@ -1,0 +1,244 @@
+"""
+Draws the pictures of the front page and of docs/ from committed results: `python docs/draw.py`.
+
+Each is an SVG file for light pages and one for dark pages. As in the plots of runs and studies, blue stands for global
+heads and models without others, orange for local heads and LSGPT, and grey for everything else.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from lsgpt.benchmarks.plots import plot_ratios
+from lsgpt.configuration import load_preset
+from lsgpt.modeling_lsgpt import GLOBAL as GLOBAL_HEADS
+from lsgpt.modeling_lsgpt import LOCAL as LOCAL_HEADS
+from lsgpt.modeling_lsgpt import LSGPTConfig, describe_visibility
+from lsgpt.training.plots import BASELINE, GLOBAL, LOCAL
+
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+INK = {"light": "#1f2328", "dark": "#e6edf3"}
+GLOBALS = {"light": GLOBAL, "dark": "#4f9fe0"}
+"""On dark pages, the blue of the plots is hard to see."""
+
+LENGTHS = (2048, 8192, 32768)
+NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
+
+
+def masks(figure: Figure, scheme: str):
+    """Which keys the queries of each kind of head see."""
+    import torch  # noqa: PLC0415 (only this picture needs it)
+
+    length, window = 24, 6
+    visibility = describe_visibility(LSGPTConfig(sliding_window=window), torch.empty(1, length, 0))
+    figure.set_size_inches(7.5, 3.6)
+    colors = {GLOBAL_HEADS: GLOBALS[scheme], LOCAL_HEADS: LOCAL}
+    titles = {GLOBAL_HEADS: "a global head: everything so far", LOCAL_HEADS: f"a local head: the last {window} tokens"}
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), titles):
+        seen = visibility[kind].dense()[0, 0].numpy()
+        picture = np.zeros((*seen.shape, 4))
+        picture[seen] = matplotlib.colors.to_rgba(colors[kind])
+        axes.imshow(picture)
+        axes.set_title(titles[kind], color=colors[kind], fontsize=12)
+        axes.set_xlabel("key")
+        axes.set_xticks([])
+        axes.set_yticks([])
+    figure.axes[0].set_ylabel("query")
+
+
+def cache_and_speed(figure: Figure, scheme: str):
+    """The size of the cache over the length, and times relative to the same model with all heads global."""
+    figure.set_size_inches(9, 3.6)
+    left, right = figure.subplots(1, 2)
+    config = load_preset("gpt2-small")
+    lengths = [2**n for n in range(8, 17)]
+    for label, shape, color, offset in (
+        ("all heads global", config.equal_mhsa(), GLOBALS[scheme], (-12, 0)),
+        ("1 of 12 global, W = 100", config, LOCAL, (4, -58)),
+    ):
+        sizes = [shape.kv_cache_bytes(length) / 2**20 for length in lengths]
+        left.plot(lengths, sizes, color=color, linewidth=2)
+        left.annotate(label, (lengths[-1], sizes[-1]), offset, textcoords="offset points", ha="right", color=color)
+    left.set_xscale("log", base=2)
+    left.set_yscale("log", base=2)
+    left.yaxis.set_major_formatter(NUMBER)
+    left.set_title("KV cache of one sequence, MiB")
+    for name, label, offset, align in (
+        ("attention", "attention alone", (7, 0), "left"),
+        ("prefill", "reading a prompt", (-2, -15), "right"),
+        ("decode", "generating a token", (7, 0), "left"),
+    ):
+        points = sorted(ratios(name).items())
+        right.plot(*zip(*points), color=LOCAL, linewidth=2, marker="o", markersize=4)
+        place = {"textcoords": "offset points", "ha": align, "va": "center"}
+        right.annotate(label, points[-1], offset, color=LOCAL, **place)
+    right.axhline(1, color=GLOBALS[scheme], linewidth=2)
+    right.annotate("all heads global", (LENGTHS[0], 1), (0, 5), textcoords="offset points", color=GLOBALS[scheme])
+    right.set_xscale("log", base=2)
+    right.set_xlim(LENGTHS[0] * 0.85, LENGTHS[-1] * 8)
+    right.set_ylim(0, 1.12)
+    right.set_xticks(LENGTHS)
+    right.set_title("time, relative to all heads global")
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(NUMBER)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("tokens")
+        plain(axes)
+    left.set_xticks([256, 2048, 16384, 65536])
+
+
+def ratios(benchmark: str) -> dict[int, float]:
+    """The median time of LSGPT relative to that with all heads global, by length."""
+    result = json.loads((RESULTS / "bench" / benchmark / "bench-cpu.json").read_text(encoding="utf-8"))
+    return {
+        row["length"]: x["median"]
+        for row in result["rows"]
+        for x in row["ratios"]
+        if x["benchmark"] == benchmark and x["families"] == ["lsgpt", "mhsa"]
+    }
+
+
+def conversion(figure: Figure, scheme: str):
+    """What a pretrained model keeps: cache, perplexity and retrieval, before and after healing."""
+    figure.set_size_inches(8, 2.6)
+    quality = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))["rows"]
+    bench = json.loads((RESULTS / "bench" / "smollm2" / "bench-cpu.json").read_text(encoding="utf-8"))
+    (cache,) = (
+        x["median"]
+        for row in bench["rows"]
+        for x in row["ratios"]
+        if x["benchmark"] == "cache" and "llama" in x["families"]
+    )
+    source, *ours = quality
+    names = ["source", "converted", "retrained"]
+    columns = {
+        "KV cache at 8,192 tokens": [1.0, cache, cache],
+        "perplexity": [row["perplexity"] / source["perplexity"] for row in quality],
+        "passkey retrieval at 2,048": [
+            row["retrieval"]["2048"]["mean"] / source["retrieval"]["2048"]["mean"] for row in quality
+        ],
+    }
+    assert len(ours) == 2
+    for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), columns.items()):
+        axes.barh(names, values, color=[GLOBALS[scheme], LOCAL, LOCAL], height=0.6)
+        axes.set_xlim(0, 1.45)
+        for name, value in zip(names, values):
+            axes.annotate(
+                f"{value:.2f}", (value, name), (4, 0), textcoords="offset points", va="center", color=INK[scheme]
+            )
+        axes.set_title(title)
+        axes.set_xticks([])
+        plain(axes)
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(length=0)
+    figure.axes[0].invert_yaxis()
+
+
+def largest_logits(figure: Figure, scheme: str):
+    """The largest attention logit over 20,000 steps, with the paper's bounds."""
+    figure.set_size_inches(7.5, 3.6)
+    axes = figure.subplots()
+    runs = (ROOT / "studies" / "results" / "long-training" / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    looks = {"mhsa": ("all heads global", GLOBALS[scheme]), "ls": ("LS-attention", LOCAL)}
+    ends: dict[str, list[float]] = {}
+    for line in map(json.loads, runs):
+        steps, logits = zip(*line["values"]["curves"]["max_logit"])
+        axes.plot(steps, logits, color=looks[line["arm"]][1], linewidth=1.2)
+        ends.setdefault(line["arm"], []).append(logits[-1])
+    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+    for arm, (label, color) in looks.items():
+        axes.annotate(label, (1, float(np.exp(np.mean(np.log(ends[arm]))))), (6, 0), color=color, **beside)
+    for bound, what in ((50, "paper: below 50"), (200, "paper: above 200")):
+        axes.axhline(bound, color=BASELINE, linewidth=1, linestyle="--")
+        axes.annotate(what, (1, bound), (6, 0), color=BASELINE, **beside)
+    axes.margins(x=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(NUMBER)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(NUMBER)
+    axes.set_xlabel("training step")
+    axes.set_title("largest attention logit, two seeds of each model")
+    plain(axes)
+
+
+def scoreboard(figure: Figure, scheme: str):
+    """How many comparisons support the paper's claims, and how many do not."""
+    spec = importlib.util.spec_from_file_location("check_claims", DOCS / "check_claims.py")
+    check_claims = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check_claims)
+    _, *counts = map(int, check_claims.count_verdicts((DOCS / "claims.md").read_text(encoding="utf-8")))
+    names = ["supported", "contradicted", "equal", "inconclusive"]
+    colors = ["#009e73", "#b3261e", "#56b4e9", BASELINE]
+    figure.set_size_inches(7.5, 1.3)
+    axes = figure.subplots()
+    start = 0
+    for name, count, color in zip(names, counts, colors):
+        if count:
+            axes.barh(0, count, left=start, color=color, height=0.5)
+            axes.text(start + count / 2, 0, count, ha="center", va="center", color="white", fontsize=12)
+            axes.text(start + count / 2, 0.42, name, ha="center", va="bottom", color=color)
+        start += count
+    axes.set_axis_off()
+    axes.set_ylim(-0.35, 0.8)
+
+
+def plain(axes: Axes):
+    """Leaves out the frame, except for the axes."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+PICTURES: dict[str, Callable[[Figure, str], None]] = {
+    "masks": masks,
+    "cache-and-speed": cache_and_speed,
+    "conversion": conversion,
+    "largest-logits": largest_logits,
+    "scoreboard": scoreboard,
+}
+
+
+def draw(name: str, folder: Path):
+    """Draws one picture in both schemes, `NAME-light.svg` and `NAME-dark.svg`."""
+    for scheme, ink in INK.items():
+        look = {
+            "svg.hashsalt": name,  # the same file for the same picture
+            "font.size": 10,
+            "axes.titlesize": 11,
+            **{f"{part}.color": ink for part in ("text", "xtick", "ytick")},
+            "axes.labelcolor": ink,
+            "axes.titlecolor": ink,
+            "axes.edgecolor": ink,
+            "axes.facecolor": "none",
+        }
+        with matplotlib.rc_context(look):
+            figure = Figure(layout="constrained")
+            PICTURES[name](figure, scheme)
+            figure.savefig(folder / f"{name}-{scheme}.svg", transparent=True, metadata={"Date": None})
+
+
+def draw_benchmarks():
+    """Draws the plots of the committed benchmarks again."""
+    for folder in ("attention", "prefill", "decode"):
+        file = RESULTS / "bench" / folder / "bench-cpu.json"
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        plot_ratios(
+            file.with_name(f"bench-cpu-{folder}.png"), folder, [row for row in rows if row["benchmark"] == folder]
+        )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PICTURES:
+        draw(name, DOCS / "pictures")
+    if not sys.argv[1:]:
+        draw_benchmarks()

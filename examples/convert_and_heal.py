@@ -1,0 +1,55 @@
+"""
+Makes the KV cache of a pretrained model smaller, repairs it with the original as teacher, and compares all three.
+
+    python examples/convert_and_heal.py HuggingFaceTB/SmolLM2-135M-Instruct books
+
+The model is a Llama, Mistral, Qwen2, Qwen3 or GPT-2: a folder, a GGUF file or a name on the Hub. The text is a file or
+a folder, best like what the model will see in use.
+"""
+
+import argparse
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lsgpt.conversion import convert, load_pretrained, perplexity, read_blocks
+from lsgpt.training import parse_arguments, run
+
+
+parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+parser.add_argument("model", help="the pretrained model")
+parser.add_argument("text", help="text to choose heads on, and to train on")
+parser.add_argument("--output", default="runs/smaller", help="folder to write into; default: %(default)s")
+parser.add_argument(
+    "--global-kv-heads", type=float, default=0.17, help="fraction that stays global; default: %(default)s"
+)
+parser.add_argument("--window", type=int, default=128, help="tokens that the others see; default: %(default)s")
+parser.add_argument("--blocks", type=int, default=16, help="blocks of text to choose on; default: %(default)s")
+parser.add_argument("--steps", type=int, default=200, help="steps of training; default: %(default)s")
+options = parser.parse_args()
+
+converted, healed = Path(options.output, "converted"), Path(options.output, "healed")
+convert(options.model, converted, options.global_kv_heads, options.window, options.text, max_blocks=options.blocks)
+print(f"{converted / 'report.md'} shows which heads stayed global, and what that costs.")
+
+config = AutoModelForCausalLM.from_pretrained(converted).config
+length = min(512, config.max_position_embeddings)
+fields = {
+    "model_name_or_path": converted,
+    "teacher": options.model,
+    "dataset_name": options.text,
+    "output_dir": healed,
+    "block_size": length,
+    "max_steps": options.steps,
+    "max_eval_blocks": 16,
+}
+run(parse_arguments("heal", [f"--{name}={value}" for name, value in fields.items()]))
+
+tokenizer = AutoTokenizer.from_pretrained(converted)
+blocks = read_blocks(options.text, tokenizer, length, options.blocks)[1]  # none of them chose the heads
+saved = config.kv_cache_bytes(8192) / config.equal_mhsa().kv_cache_bytes(8192)
+models = {"original": load_pretrained(options.model), "converted": converted, "healed": healed}
+for name, model in models.items():
+    model = model if name == "original" else AutoModelForCausalLM.from_pretrained(model)
+    cache = 1.0 if name == "original" else saved
+    print(f"{name:<12}perplexity {perplexity(model, blocks):8.2f}   KV cache at 8,192 tokens {cache:6.1%}")
