@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from lsgpt.training.plots import BASELINE, GLOBAL, LOCAL, OTHERS
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
 
 
 COMPARED_WITH = {

@@ -22,7 +22,7 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import GLOBAL as GLOBAL_HEADS
 from lsgpt.modeling_lsgpt import LOCAL as LOCAL_HEADS
 from lsgpt.modeling_lsgpt import LSGPTConfig, describe_visibility
-from lsgpt.training.plots import BASELINE, GLOBAL, LOCAL
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL
 
 
 DOCS = Path(__file__).parent

@@ -74,7 +74,7 @@ def test_train_leaves_everything_in_one_folder(trained):
     assert [line for line in lines if line and not re.search(r"\d+%\||\d examples", line)] == []
     assert "Training 36.1 k parameters on" in process.stdout
     next_steps = process.stdout.split("Next:")[1]
-    assert "lsgpt generate runs/demo def" in next_steps
+    assert "lsgpt generate runs/demo " in next_steps
     assert "lsgpt info runs/demo" in next_steps
 
 
