@@ -96,6 +96,7 @@ class LogitTelemetryCallback(TrainerCallback):
                 "maxima. To measure often but log rarely, set `log_every_n_steps`"
             )
         LogitTelemetryCallback._last_training = weakref.ref(state)
+        self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
         self._max_logits = MaxLogits(model)
 
     def on_step_begin(self, args, state, control, **kwargs):

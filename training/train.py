@@ -309,9 +309,9 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
             check_stream(args.resume_from_checkpoint, arguments)
         if arguments.run.averaging is not None:
             check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
+    optimizer, callbacks = adagc_optimizer(args) if arguments.uses_adagc else None, _callbacks(arguments.run)
     if args.process_index == 0:
         make_folder(args)
-    optimizer = adagc_optimizer(args) if arguments.uses_adagc else None
     set_seed(args.seed)
     config = arguments.build_config()
     with args.main_process_first(desc="loading"):  # the other processes find everything in its cache
@@ -339,7 +339,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         data_collator=collate_blocks,
         compute_metrics=LanguageModelingMetrics(tokenizer),
         preprocess_logits_for_metrics=token_losses,
-        callbacks=_callbacks(arguments.run),
+        callbacks=callbacks,
         optimizer_cls_and_kwargs=optimizer,
         z_loss=arguments.run.z_loss,
         teacher=teacher,

@@ -342,6 +342,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
                 count += len(document) - 1
                 num_bytes += count_bytes(tokenizer)[document[1:]].sum().item()
     assert results["eval_loss"] == pytest.approx(total / count, rel=1e-4)
+    assert results["eval_loss"] == pytest.approx(math.log(results["eval_perplexity"]), rel=1e-9)
     assert results["eval_bits_per_byte"] == pytest.approx(total / torch.tensor(2.0).log().item() / num_bytes, rel=1e-4)
 
 
@@ -354,6 +355,7 @@ def test_a_run_that_diverges_says_so_and_keeps_good_weights(train, recipe, tmp_p
     assert re.fullmatch(r"diverged at step \d+", status)
     step = int(status.split()[-1])
     assert f"the loss of step {step} is not finite" in caplog.text
+    assert RunResult.read(folder).tokens == (step - 1) * 2 * 32  # those of the steps that were taken
     assert f"| status | {status} |" in (folder / "report.md").read_text()
     assert all(weight.isfinite().all() for weight in load_file(folder / "model.safetensors").values())
     losses = [log["loss"] for log in read_metrics(folder / "metrics.jsonl") if "loss" in log]
