@@ -42,10 +42,10 @@ docs: $(VENV)/installed  ## Build the site into build/site, and stop at any warn
 
 # What a release uploads, as users get it: nothing of this folder is on Python's path, and nothing is editable.
 release-check: $(VENV)/installed  ## Build sdist and wheel, install each in a fresh environment, run the README's blocks there
-	rm -rf dist build/release
+	rm -rf dist build
 	$(RUN) build --quiet --outdir dist .
 	for file in dist/*; do \
-	  $(PYTHON) -m venv --clear build/release/venv && \
+	  rm -rf build/release/work && $(PYTHON) -m venv --clear build/release/venv && \
 	  build/release/venv/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt torch && \
 	  build/release/venv/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt "$$file[gguf]" && \
 	  build/release/venv/bin/python docs/run_readme.py README.md build/release/work || exit 1; \

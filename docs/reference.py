@@ -7,14 +7,16 @@ The reference pages of the site, made from the code when the site is built: noth
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import io
 import os
+import re
 from unittest import mock
 
 import yaml
 
 import lsgpt_cli
-from lsgpt import training
+from lsgpt import LSGPTConfig, training
 from lsgpt.configuration import list_presets, list_recipes, load_arms, load_preset, load_recipe
 from lsgpt.utilities import describe, table
 
@@ -41,10 +43,27 @@ def pages() -> dict[str, str]:
 
 
 def configuration() -> str:
-    """Every field of a model's configuration, from the docstring."""
-    return (
-        "# Configuration\n\nThe fields of `LSGPTConfig` describe a model, and are saved in its `config.json`.\n\n"
-        "::: lsgpt.LSGPTConfig\n"
+    """Every field of a model's configuration, from the docstring and the defaults, and the methods."""
+    summary, _, rest = inspect.cleandoc(LSGPTConfig.__doc__).partition("\nArgs:\n")
+    # A field begins with four spaces, and goes on with eight.
+    text = rest.partition("\nRaises:")[0].replace("\n        ", " ")
+    rows = []
+    for names, kind, meaning in re.findall(r"^    ([a-z_, ]+) \((.+?)\): (.*)$", text, re.MULTILINE):
+        defaults = dict.fromkeys(as_yaml(getattr(LSGPTConfig, name)) for name in names.split(", "))
+        cells = [", ".join(f"`{name}`" for name in names.split(", ")), kind, ", ".join(defaults), meaning]
+        rows.append([escape(cell) for cell in cells])
+    return "\n\n".join(
+        [
+            "# Configuration",
+            "The fields of `LSGPTConfig` describe a model, and are saved in its `config.json`.",
+            summary.strip(),
+            "## Fields",
+            table(rows, ["field", "type", "default", "meaning"]),
+            "## Methods",
+            "::: lsgpt.LSGPTConfig\n    options:\n      show_docstring_description: false\n"
+            "      show_docstring_parameters: false\n      show_docstring_raises: false\n"
+            "      show_docstring_examples: false\n",
+        ]
     )
 
 
@@ -83,7 +102,8 @@ def fields_of_training() -> str:
         rows = []
         for field in dataclasses.fields(arguments):
             described.add(field.name)
-            rows.append([f"`{field.name}`", as_yaml(field.default), escape(field.metadata.get("help", ""))])
+            cells = [f"`{field.name}`", as_yaml(field.default), field.metadata.get("help", "")]
+            rows.append([escape(cell) for cell in cells])
         parts += [f"### {arguments.__doc__.strip().rstrip('.')}", table(rows, ["field", "default", "meaning"])]
     theirs = sorted({action.dest for action in training.make_parser()._actions} - described - {"help"})
     parts += [
@@ -114,7 +134,7 @@ def recipes() -> str:
     parts += [
         "## Arms",
         "An arm is a named set of fields that replace a recipe's in `lsgpt compare RECIPE --arms NAME,...`.",
-        table([[f"`{name}`", as_yaml(fields)] for name, fields in load_arms().items()], ["arm", "fields"]),
+        table([[f"`{name}`", escape(as_yaml(fields))] for name, fields in load_arms().items()], ["arm", "fields"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -136,7 +156,7 @@ def as_yaml(value: object) -> str:
     if value is None or value is dataclasses.MISSING:
         return ""
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
-    return f"`{escape(text)}`"
+    return f"`{text}`"
 
 
 def escape(text: str) -> str:
