@@ -104,8 +104,8 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
-        error = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {reason}") from error
 
 
 def refuse_tensors(
