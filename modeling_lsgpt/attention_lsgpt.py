@@ -102,8 +102,8 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
         )
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        widest = max(visibility.values(), key=lambda v: v.window or 0)  # the only kind with a window, if there is one
-        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: widest})
+        of_all = [v for v in visibility.values() if v.window is not None] or list(visibility.values())
+        return AttentionMasks({ALL_HEADS: mask}, {**visibility, ALL_HEADS: of_all[0]})
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:

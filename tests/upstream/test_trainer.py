@@ -192,7 +192,7 @@ def test_fsdp2_keeps_the_outermost_module_whole_after_a_forward_until_it_reshard
 
 def test_parallelism_config_mesh_follows_from_the_names_of_its_dimensions():
     config = ContextParallelismConfig(cp_size=2, dp_shard_size=3)
-    assert config._get_mesh() == ((3, 2), ("dp_shard", "cp"))
+    assert config._get_mesh() == (("dp_shard", "cp"), (3, 2))
     assert config.fsdp_dim_names == ["dp_shard_cp"] and config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
     assert config.total_size == 6 and config.dp_cp_dim_names == ["dp_shard", "cp"]
     stock = ParallelismConfig(cp_size=2)
