@@ -201,6 +201,28 @@ def long_context() -> str:
     return with_sources("model | tokens | at once | time | memory | cache at the end", rows, "long_context.json")
 
 
+def split() -> str:
+    """Sequences that are shared by processes."""
+    result = read("split.json")
+    alone = {row["model"]: row for row in result["rows"] if row["processes"] == 1}
+    rows = []
+    for row in result["rows"]:
+        first = alone[row["model"]]
+        rows.append(
+            [
+                {"lsgpt": "paper-v1", "mhsa": "paper-v1, all heads global"}[row["model"]],
+                f"{row['tokens']:,}",
+                row["processes"],
+                f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+                f"{first['peak_bytes'] / row['peak_bytes']:.2f}",
+                f"{row['received_bytes'] / 1e6:.1f} MB",
+                f"{row['seconds'] / first['seconds']:.2f}",
+            ]
+        )
+    header = "model | tokens | processes | memory | times less | received | share of the time"
+    return with_sources(header, rows, "split.json")
+
+
 def telemetry() -> str:
     """What measuring logits costs."""
     result = read("telemetry.json")
@@ -290,7 +312,7 @@ FRONT_PAGE = (
     ("a training step", "train", "train", "lsgpt", 2048),
 )
 
-TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, telemetry, books, costs, front_page)
+TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, split, telemetry, books, costs, front_page)
 
 
 def fill(page: str) -> str:

@@ -109,10 +109,9 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     sees_sink = {kind: v.sees_sink() for kind, v in visibility.items()}
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        widest = max(visibility, key=lambda kind: visibility[kind].window or 0)  # that with a window
-        return AttentionMasks(
-            {ALL_HEADS: mask}, *({**each, ALL_HEADS: each[widest]} for each in (visibility, sees_sink))
-        )
+        windowed = [kind for kind, v in visibility.items() if v.window is not None] or list(visibility)
+        of_all_heads = ({**each, ALL_HEADS: each[windowed[0]]} for each in (visibility, sees_sink))
+        return AttentionMasks({ALL_HEADS: mask}, *of_all_heads)
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:

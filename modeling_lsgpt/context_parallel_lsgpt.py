@@ -157,7 +157,8 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
         if not model.training:
             return whole(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
-        inputs = {**arguments, **arguments.pop("kwargs", {})}
+        others = arguments.pop("kwargs", {})
+        inputs = {**arguments, **others}
         if is_first:
             check_same_rows(inputs, group)
             is_first = False
@@ -271,7 +272,8 @@ def check_documents(positions: torch.Tensor, mask: torch.Tensor | None):
 def check_same_rows(inputs: dict[str, Any], group):
     """Raises `ValueError`, on every process of the group, if the inputs are not the same on all of them."""
     tensors = [x for _, x in sorted(inputs.items()) if isinstance(x, torch.Tensor) and not x.is_floating_point()]
-    checksum = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
+    device = next((x.device for x in inputs.values() if isinstance(x, torch.Tensor)), None)
+    checksum = torch.zeros(2, dtype=torch.int64, device=device)
     for x in tensors:
         weights = torch.arange(1, x.numel() + 1, device=x.device)
         checksum[0] = checksum[0] * 31 + sum(x.shape)

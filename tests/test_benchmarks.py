@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgpt.benchmarks import long_context, memory, record, telemetry
+from lsgpt.benchmarks import long_context, memory, record, split, telemetry
 from lsgpt.configuration import load_preset
 from lsgpt.training.telemetry import summarize_max_logits
 from lsgpt.utilities import environment
@@ -127,6 +127,20 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
     # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
     assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
     assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4
+
+
+def test_split_receives_what_the_formula_says(tmp_path):
+    options = ["--processes", "1", "3", "--length", "192", "--steps", "1", "--preset", "demo"]
+    split.main([*options, "--output", str(tmp_path / "split.json")])
+    rows = json.loads((tmp_path / "split.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["model"], row["processes"]) for row in rows] == [(name, n) for name in split.MODELS for n in (1, 3)]
+    config = load_preset("demo")
+    local = config.num_attention_heads - 1
+    # The last of three parts of 64 tokens, in float32: all tokens before it, or those in the window.
+    per_head = 2 * config.head_dim * 4 * config.num_hidden_layers
+    expected = per_head * (128 + local * min(config.sliding_window - 1, 128)), per_head * 128 * (1 + local)
+    assert [row["received_bytes"] for row in rows] == [0, expected[0], 0, expected[1]]
+    assert all(row["received_bytes"] == row["formula_bytes"] and row["seconds"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["lsgpt-no-logits", "mhsa", "llama"])

@@ -8,7 +8,9 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
@@ -59,16 +61,21 @@ class ContextParallelismConfig(ParallelismConfig):
     def _cp(self) -> list[str]:
         return ["cp"] if self.cp_size > 1 else []
 
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """As in Accelerate. Raises `ValueError` if the sizes do not fit the number of processes."""
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if self.cp_size > 1 and self.total_size != processes:
+            raise ValueError(
+                f"`cp_size` x `dp_shard_size` x `dp_replicate_size` must be the number of processes, {processes}; got "
+                f"{self.cp_size} x {self.dp_shard_size} x {self.dp_replicate_size}"
+            )
+        return super().build_device_mesh(device_type)
+
     def _validate_accelerator(self, accelerator: Accelerator):
         if self.cp_size > 1 and accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
                 f"`cp_size` must be 1 with DeepSpeed, which gives every process rows of its own; got {self.cp_size}. "
                 "Use FSDP2"
-            )
-        if self.total_size != accelerator.num_processes:
-            raise ValueError(
-                "`cp_size` x `dp_shard_size` x `dp_replicate_size` must be the number of processes, "
-                f"{accelerator.num_processes}; got {self.cp_size} x {self.dp_shard_size} x {self.dp_replicate_size}"
             )
         if accelerator.distributed_type != DistributedType.MULTI_CPU:  # which Accelerate refuses, but DDP can do it
             super()._validate_accelerator(accelerator)
@@ -76,8 +83,8 @@ class ContextParallelismConfig(ParallelismConfig):
     def split(self, model: nn.Module) -> Callable[[], None]:
         """
         Splits the sequences of a model's training steps over the processes of a group, see `split_sequences`, and
-        corrects what a `Trainer` gets wrong in evaluations, see `_in_evaluation`. `LSGPTForCausalLM.train` calls it,
-        once it finds this configuration in the state of Accelerate.
+        corrects what a `Trainer` gets wrong in evaluations, see `evaluation_inputs`. The model's method `train` calls
+        it, once it finds this configuration in the state of Accelerate.
 
         Returns a function that ends this. Raises `ValueError` for other models.
         """
@@ -91,18 +98,20 @@ class ContextParallelismConfig(ParallelismConfig):
             if model.training:
                 training_loader = loader
             elif loader not in (None, training_loader):
-                kwargs = _in_evaluation(kwargs, loader, self.cp_size)
+                kwargs = evaluation_inputs(kwargs, loader, self.cp_size)
             return forward(*args, **kwargs)
 
         model.forward = forward_with_checks
         return end
 
 
-def _in_evaluation(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
+def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
     """
+    Returns the model's inputs in a `Trainer`'s evaluation, corrected. Raises `ValueError` if figures would be wrong.
+
     A `Trainer` divides the number of labels by that of the processes that share a row, also in evaluations, which are
     not split. And it gives all these processes the same rows, so that its figures are averages over repeated rows;
-    this changes nothing unless the last batch is cut to its length as if no row had been repeated, which is refused.
+    this changes nothing unless the last batch is cut to its length as if no row had been repeated.
     """
     if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
         raise ValueError(

@@ -253,7 +253,8 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
     recipe = checkpoint.parent / "recipe.yaml"
     before = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    blocks = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows_at_once = args.train_batch_size * (args.world_size // processes_per_row(args))
+    blocks = rows_at_once * args.gradient_accumulation_steps
     tokens, tokens_before = (
         blocks * arguments.data.block_size,
         state.num_input_tokens_seen // max(state.global_step, 1),

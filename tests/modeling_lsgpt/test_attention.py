@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from reference import assert_as_exact_as, autograd_functions, dense_attention, late_sinks, visible_pairs
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lsgpt.modeling_lsgpt import (
@@ -25,6 +25,7 @@ from lsgpt.modeling_lsgpt import (
     describe_visibility,
     local_lsgpt,
 )
+from lsgpt.modeling_lsgpt.local_lsgpt import past_attention_forward
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run in its interpreter
@@ -491,3 +492,51 @@ def test_dropout_drops_its_share_in_each_head_and_keeps_the_mean(engine, probabi
     torch.testing.assert_close(variance, torch.full((4,), probability / (1 - probability)).double(), rtol=0.15, atol=0)
     evaluated = attend(attention.eval(), qkv, masks)
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_part_that_follows_a_past_needs_no_mask(dtype):
+    """Outputs and gradients, with grouped queries."""
+    visible = visible_pairs(6, 6, 0, 21, 50)
+    exact = [torch.randn(2, heads, length, 12, dtype=torch.float64) for heads, length in ((6, 21), (2, 50), (2, 50))]
+    weights = torch.randn(2, 21, 6, 12, dtype=torch.float64)
+    results = []
+    for tensors in (exact, *[[x.to(dtype) for x in exact]] * 2):
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        if len(results) == 2:
+            output = past_attention_forward(*tensors, scaling=12**-0.5)
+        else:
+            output = dense_attention(*tensors, visible)[0]
+        results.append([output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), tensors)])
+    wanted, plain, found = results
+    if dtype == torch.float64:
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    else:
+        assert_as_exact_as(found, wanted, plain, 12)
+
+
+def test_a_past_with_dropout_is_masked():
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    value = torch.ones(1, 2, 9, 8)
+    output = past_attention_forward(query, key, value, scaling=0.3, dropout=0.5)
+    assert output.shape == (1, 5, 2, 8) and output.unique().numel() > 2  # without dropout, all are 1
+
+
+def test_chunks_of_a_long_prompt_are_not_masked(tiny_model, monkeypatch):
+    ids = torch.randint(97, (2, 200))
+    masks = []
+    create = attention_lsgpt.sdpa_mask
+    monkeypatch.setitem(
+        attention_lsgpt.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping,
+        "sdpa",
+        lambda **options: masks.append(create(**options)) or masks[-1],
+    )
+    monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", 50 * 100)
+    model = tiny_model()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split(50, dim=1)]
+        kinds = [None if mask is None else mask.ndim for mask in masks]
+        # Global and local heads of each chunk; at first, the past is short, then only windows have masks.
+        assert kinds == [None, 5, None, 5, None, 5, None, 5]
+        torch.testing.assert_close(torch.cat(chunks, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)

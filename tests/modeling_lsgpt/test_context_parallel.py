@@ -1,5 +1,6 @@
 """Sequences that are split over processes are computed as in one process; what cannot be split is refused."""
 
+from functools import wraps
 from pathlib import Path
 
 import fresh
@@ -97,6 +98,30 @@ def test_other_inputs_are_not_refused(tiny_config, others):
 def test_other_models_are_refused(tiny_config):
     with pytest.raises(ValueError, match=r"must be an LSGPTForCausalLM .* got LSGPTForSequenceClassification"):
         split_sequences(LSGPTForSequenceClassification(tiny_config()), None)
+
+
+def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
+    model, seen = tiny_model().train(), []
+    forward = model.forward
+
+    @wraps(forward)
+    def record(*args, **kwargs):
+        seen.append(kwargs)
+        return forward(*args, **kwargs)
+
+    model.forward = record
+    ids = torch.randint(97, (1, 8))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        end = split_sequences(model, torch.distributed.group.WORLD)
+        loss = model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss
+        end()
+    finally:
+        torch.distributed.destroy_process_group()
+    given = {"input_ids", "labels", "z_loss", "skip_logits"}
+    assert set(seen[0]) == given | {"shift_labels", "num_items_in_batch", "past_key_values", "use_cache"}
+    torch.testing.assert_close(loss, model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss)
+    assert model.forward is record and "past_key_values" not in seen[1]
 
 
 DIFFERENT_ROWS = """

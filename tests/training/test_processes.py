@@ -33,11 +33,11 @@ def output_of(launcher: fresh.Program) -> str:
     return launcher.output + launcher.errors
 
 
-@pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "one-gpu", "zero3"])
+@pytest.mark.parametrize("name", ["cp", "cpu", "ddp", "fsdp2", "one-gpu", "zero3"])
 def test_accelerate_knows_every_key(name):
     config = load_config_from_file(str(LAUNCH_FILES[name]))  # refuses unknown keys, but does not look into sections
     options = {action.dest for action in launch_command_parser()._actions}
-    assert {*config.deepspeed_config, *config.fsdp_config} <= options
+    assert {*config.deepspeed_config, *config.fsdp_config, *config.parallelism_config} <= options
     assert config.mixed_precision == "no"
 
 
@@ -92,8 +92,8 @@ FSDP2 = "LSGPTForCausalLM", "FSDPLSGPTDecoderLayer", "DTensor"
         ("zero3", 2, 1, ("DeepSpeedEngine", "LSGPTDecoderLayer", "Parameter")),
         # Processes that share rows (context parallelism): one group, and two groups that share the batch.
         ("cpu", 2, 2, DDP),
-        ("fsdp2", 2, 2, FSDP2),
-        ("fsdp2", 4, 2, FSDP2),
+        ("cp", 2, 2, FSDP2),
+        ("cp", 4, 2, FSDP2),
     ],
 )
 def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row, classes):
@@ -121,7 +121,10 @@ def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row,
         runs["plain"].append("averaged")
         runs["resumed"].append("averaged")
     options = ["--num_processes", str(processes), "--main_process_port", "0"]
-    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options, PROCESSES_PER_ROW=str(per_row))
+    if name == "cp":
+        options += ["--parallelism_config_cp_size", str(per_row)]
+        options += ["--parallelism_config_dp_shard_size", str(processes // per_row)]
+    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options, PARALLELISM_CONFIG_CP_SIZE=str(per_row))
     for kind in runs:
         if not (one / kind).exists():
             runpy.run_path(str(SCRIPT))["train"](one / kind, kind)
@@ -153,13 +156,14 @@ def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row,
         for checkpoint in checkpoints:
             assert_same_checkpoint(two / checkpoint, one / kind / checkpoint)
     if name != "zero3":
-        whole, resumed = (
-            load_file(tmp_path / "two" / kind / "averaged" / "model.safetensors") for kind in list(runs)[:2]
-        )
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+        for checkpoint in (".", "averaged"):
+            whole, resumed = (
+                load_file(tmp_path / "two" / kind / checkpoint / "model.safetensors") for kind in list(runs)[:2]
+            )
+            assert all(torch.equal(whole[name], resumed[name]) for name in whole)
         files = [file.name for file in (tmp_path / "two" / "plain" / "checkpoint-3").glob("averaged*")]
         shards = [f"averaged-{number:05d}-of-{processes:05d}.safetensors" for number in range(1, processes + 1)]
-        assert sorted(files) == (shards if name == "fsdp2" else ["averaged.safetensors"])
+        assert sorted(files) == (["averaged.safetensors"] if name == "cpu" else shards)
     if "bad" not in runs:
         return
     assert "the loss of step 3 is not finite (first non-finite values: a batch of another process)" in output
@@ -177,3 +181,31 @@ def assert_same_checkpoint(found: Path, expected: Path):
     code = {file.name for file in expected.glob("*.py")}
     assert "modeling_lsgpt.py" in code or model.config.model_type == "llama"
     assert code <= {file.name for file in found.glob("*.py")}
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.training import ContextParallelismConfig
+
+class Kill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+ids = list(range(16))
+args = TrainingArguments(
+    sys.argv[1], use_cpu=True, report_to="none", parallelism_config=ContextParallelismConfig(cp_size=2)
+)
+model = LSGPTForCausalLM(LSGPTConfig(vocab_size=16, hidden_size=12, num_hidden_layers=1, num_attention_heads=2))
+Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 99, callbacks=[Kill()]).train()
+"""
+
+
+def test_a_killed_process_ends_the_others_that_share_its_rows(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
+    launcher = launch("cpu", tmp_path / "killed.py", tmp_path, options=["--main_process_port", "0"])
+    assert launcher.wait(timeout=180) not in (0, None)
+    assert "Signal 9 (SIGKILL)" in launcher.errors

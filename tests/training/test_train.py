@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import fresh
 import pytest
@@ -19,6 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import lsgpt_cli
 from lsgpt.training import LSGPTTrainer, RunResult, StepTimerCallback, build_trainer, count_bytes, parse_arguments
 from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.context_parallel import (
+    ContextParallelismConfig,
+    check_parallelism,
+    evaluation_inputs,
+    processes_per_row,
+)
 from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
 
@@ -407,19 +414,45 @@ def test_what_cannot_be_resumed_is_said(train, recipe, tmp_path):
     check_checkpoint(folder / "checkpoint-2")
 
 
-@pytest.mark.parametrize(("field", "name"), [("cp_size", "context"), ("sp_size", "sequence")])
-def test_splitting_sequences_over_processes_is_refused(tiny_model, tmp_path, monkeypatch, field, name):
-    message = f"`{field}` of `parallelism_config` must be 1; got 2: {name} parallelism"
-    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=ParallelismConfig(**{field: 2}))
-    with pytest.raises(ValueError, match=message):
-        LSGPTTrainer(tiny_model(), args)
+def test_context_parallelism_is_ours_and_sequence_parallelism_refused(tmp_path, monkeypatch):
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=3))
+    check_parallelism(args)
+    assert isinstance(args.parallelism_config, ContextParallelismConfig) and not args.parallelism_config.cp_enabled
+    assert (args.parallelism_config.cp_size, args.parallelism_config.dp_shard_size) == (2, 3)
     # As `accelerate launch` tells it.
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{field.upper()}", "2")
-    with pytest.raises(ValueError, match=message):
-        LSGPTTrainer(tiny_model(), TrainingArguments(tmp_path, use_cpu=True))
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{field.upper()}", "1")
-    LSGPTTrainer(tiny_model(), TrainingArguments(tmp_path, use_cpu=True))
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    args = TrainingArguments(tmp_path, use_cpu=True)
+    check_parallelism(args)
+    assert args.parallelism_config.cp_size == processes_per_row(args) == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(ValueError, match=r"`sp_size` of `parallelism_config` must be 1; got 2.* Use `cp_size`"):
+        check_parallelism(TrainingArguments(tmp_path, use_cpu=True))
+
+
+def test_the_number_of_processes_must_be_the_product_of_the_sizes(tiny_model, tmp_path):
+    config = ContextParallelismConfig(cp_size=2, dp_shard_size=3)
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
+    with pytest.raises(ValueError, match="must be the number of processes, 1; got 2 x 3 x 1"):
+        LSGPTTrainer(tiny_model(), args)
+
+
+def test_context_parallelism_with_deepspeed_is_refused():
+    accelerator = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
+    with pytest.raises(ValueError, match=r"`cp_size` must be 1 with DeepSpeed.* got 2. Use FSDP2"):
+        ContextParallelismConfig(cp_size=2)._validate_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("remainder", [0, 1])
+def test_the_stock_trainers_evaluation_of_repeated_rows_is_exact_or_refused(remainder):
+    loader = SimpleNamespace(remainder=remainder, total_batch_size=4, dataset=range(8 + remainder))
+    inputs = {"num_items_in_batch": 3}
+    if remainder:
+        with pytest.raises(ValueError, match=r"must have a multiple of 4 rows if 2 processes share .* got 9"):
+            evaluation_inputs(inputs, loader, 2)
+        loader.is_for_all_processes = True
+    assert evaluation_inputs(inputs, loader, 2) == {"num_items_in_batch": 6} and evaluation_inputs({}, loader, 2) == {}
 
 
 def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Trains with the stock `Trainer`, in as many processes as a launcher starts: `python train_script.py FOLDER`.
 
-The rows of an optimizer step are the same for one process and for several, of which `PROCESSES_PER_ROW` share each
-row. On the CPU, whatever the machine has.
+The rows of an optimizer step are the same for one process and for several, also if these share rows. On the CPU,
+whatever the machine has.
 """
 
 import json
@@ -57,8 +57,7 @@ def train(folder: str | Path, kind: str):
             process at the third step; `signal`, with SIGTERM to the last process in the second step; `clip`, with
             QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another model.
     """
-    processes, size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("PROCESSES_PER_ROW", 1))
-    config = ContextParallelismConfig(cp_size=size, dp_shard_size=processes // size) if size > 1 else None
+    processes, size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE"))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
     is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     is_averaged = kind in ("plain", "resumed") and not is_deepspeed
@@ -71,7 +70,7 @@ def train(folder: str | Path, kind: str):
         per_device_eval_batch_size=1,
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE * size // processes,
-        parallelism_config=config,
+        parallelism_config=ContextParallelismConfig() if size > 1 else None,
         gradient_accumulation_steps=ACCUMULATION,
         train_sampling_strategy="sequential",
         learning_rate=1e-2,

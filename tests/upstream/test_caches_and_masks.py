@@ -16,6 +16,7 @@ from transformers import (
     configuration_utils,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class TinyConfig(PreTrainedConfig):
@@ -160,3 +161,15 @@ def test_get_query_offset_and_is_compileable_tell_caches_apart():
             assert cache.get_query_offset(layer) == 3
     assert isinstance(dynamic.get_query_offset(1), int) and isinstance(static.get_query_offset(0), torch.Tensor)
     assert static.is_compileable and not dynamic.is_compileable
+
+
+def test_layers_that_can_checkpoint_with_a_cache_keep_it():
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x, past_key_values=None):
+            return x if past_key_values is None else 2 * x
+
+    layer = Layer().train()
+    layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, lambda function, *args: function(*args)
+    assert layer(1.0, past_key_values="a cache") == 1.0
+    layer._can_checkpoint_with_cache = True
+    assert layer(1.0, past_key_values="a cache") == 2.0

@@ -91,3 +91,38 @@ def test_triton_interpreter_is_known_by_the_type_of_kernels():
 
 def test_dynamo_configuration_names():
     assert {"recompile_limit", "fail_on_recompile_limit_hit"} <= set(torch._dynamo.config.get_config_copy())
+
+
+def test_autograd_runs_what_is_ready_in_the_reverse_order_of_its_creation():
+    """All processes that share a sequence must exchange gradients in the same order."""
+    seen = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(ctx.name)
+            return gradient, None
+
+    x = torch.ones(2, requires_grad=True)
+    exchanged = [Note.apply(x * 2, name) for name in ("global keys", "global values", "local keys", "local values")]
+    outputs = [exchanged[0].exp() * exchanged[1], (exchanged[2] * exchanged[3]).exp().sin()]
+    torch.cat(outputs).sum().backward()
+    assert seen == ["local values", "local keys", "global values", "global keys"]
+
+
+def test_can_use_flash_attention_is_asked_with_these_arguments():
+    query = torch.zeros(1, 1, 2, 8)
+    arguments = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, False, False)
+    assert torch.backends.cuda.can_use_flash_attention(arguments) is False
+    names = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+    forward, backward = (getattr(torch.ops.aten, name).default._schema for name in names)
+    assert [argument.name for argument in forward.arguments][:5] == ["query", "key", "value", "dropout_p", "is_causal"]
+    assert [result.name for result in forward.returns][:2] == ["output", "logsumexp"]
+    expected = ["grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    expected += ["dropout_p", "is_causal", "philox_seed", "philox_offset", "scale"]
+    assert [argument.name for argument in backward.arguments] == expected

@@ -2,10 +2,17 @@
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.data_loader import prepare_data_loader
+from accelerate.state import GradientState
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, Trainer
+
+from lsgpt.training import ContextParallelismConfig
 
 
 BATCH = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[1, 2, 3, 4]])}
@@ -181,3 +188,61 @@ def test_fsdp2_keeps_the_outermost_module_whole_after_a_forward_until_it_reshard
             assert not model(inputs).any()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_parallelism_config_mesh_follows_from_the_names_of_its_dimensions():
+    config = ContextParallelismConfig(cp_size=2, dp_shard_size=3)
+    assert config._get_mesh() == (("dp_shard", "cp"), (3, 2))
+    assert config.fsdp_dim_names == ["dp_shard_cp"] and config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.total_size == 6 and config.dp_cp_dim_names == ["dp_shard", "cp"]
+    stock = ParallelismConfig(cp_size=2)
+    assert stock.cp_enabled and stock.non_dp_dim_names == stock.dp_shard_cp_dim_names == ["cp"]
+    for name in ("build_device_mesh", "get_device_mesh", "_validate_accelerator"):
+        assert callable(getattr(ParallelismConfig, name))
+    assert "parallelism_config.cp_enabled" in inspect.getsource(Accelerator.prepare)
+
+
+def test_prepare_data_loader_gives_processes_of_a_cp_dimension_the_same_rows():
+    class Mesh:
+        mesh_dim_names = ("dp_shard", "cp")
+
+        def __getitem__(self, name):
+            return SimpleNamespace(size=lambda: 2)
+
+    for mesh, expected in ((Mesh(), ["02", "02", "13", "13"]), (None, ["0", "1", "2", "3"])):
+        rows = []
+        for index in range(4):
+            loader = DataLoader(range(4), batch_size=1)
+            options = {"num_processes": 4, "process_index": index, "put_on_device": False, "torch_device_mesh": mesh}
+            rows.append("".join(str(batch.item()) for batch in prepare_data_loader(loader, **options)))
+        assert rows == expected
+
+
+def test_accelerator_state_device_mesh_is_what_data_loaders_get(trainer):
+    accelerator = trainer().accelerator
+    assert accelerator.state.device_mesh is None
+    accelerator.state.device_mesh = mesh = object()
+    assert accelerator._prepare_device_mesh() is mesh
+    accelerator.state.device_mesh = None
+
+
+def test_gradient_state_knows_the_data_loader_and_its_remainder():
+    loader = prepare_data_loader(DataLoader(range(5), batch_size=2), put_on_device=False)
+    assert GradientState().active_dataloader is None
+    for _ in loader:
+        assert GradientState().active_dataloader is loader and loader.remainder == 1 and loader.total_batch_size == 2
+
+
+def test_trainer_divides_the_number_of_labels_by_the_processes_of_a_row_also_in_evaluations(trainer):
+    instance = trainer()
+    labels = {"labels": torch.tensor([[1, 2, 3, 4, 5]])}
+    instance._loss_shifts_labels = True
+    assert instance.model_accepts_loss_kwargs or instance.compute_loss_func is None
+    instance.model_accepts_loss_kwargs = True
+    instance.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
+    try:
+        assert instance._get_num_items_in_batch([labels], torch.device("cpu")) == 2
+        assert instance.get_total_train_batch_size(SimpleNamespace(world_size=4, gradient_accumulation_steps=1)) == 16
+    finally:
+        instance.accelerator.state.parallelism_config = None
+    assert "_get_num_items_in_batch" in inspect.getsource(Trainer.prediction_step)
