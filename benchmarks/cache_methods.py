@@ -5,7 +5,7 @@ versions of Transformers and pandas, so it needs an environment of its own: a co
 `pip install --no-deps kvpress==0.5.5 cachetools fire`. Without kvpress, only the checkpoints are measured.
 
 Every method reads a passage in one forward pass, and keeps what it keeps. Then it is asked the questions of the
-passage (`lsgpt.conversion.retrieval`), and predicts text that follows the passage. What is compared is not equal in all
+passage (`lsgpt.conversion.retrieval`), and predicts text that follows it. What is compared is not equal in all
 respects: the presses of kvpress compute the whole attention of the passage, keep everything that comes after it, and
 those that drop other tokens in each head only mask them.
 """

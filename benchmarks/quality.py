@@ -110,7 +110,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
     """Wilson's interval of a share at 95%."""
     share, z = right / count, 1.96
     middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return tuple((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
+    return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
 
 
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
@@ -156,12 +156,9 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
                         "digits": statistics.mean(statistics.mean(answer) for answer in ours),
                     }
                 if "bytes" in pairs[0][0]:
-                    ours, theirs = pairs[0]
-                    row["cache"] = {
-                        "tokens": ours["cached_tokens"],
-                        "bytes": ours["bytes"],
-                        "ratio": ours["bytes"] / theirs["bytes"],
-                    }
+                    mine, of_source = (item["bytes"] for item in pairs[0])
+                    tokens = pairs[0][0]["cached_tokens"]
+                    row["cache"] = {"tokens": tokens, "bytes": mine, "ratio": mine / of_source}
         rows.append(row)
     return rows
 
