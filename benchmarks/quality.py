@@ -115,17 +115,16 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
     """
-    Summarises what was measured, one row for each model. Ratios are to the first model, on the blocks and passages
-    that both have been measured on; their intervals, of 95%, are those of the mean over blocks.
+    Summarises what was measured of all models, one row for each. Ratios are to the first model; their intervals, of
+    95%, are those of the mean over blocks.
     """
     rows = []
+    common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
     for model in models:
         row: dict[str, Any] = {"model": model, "perplexity": {}, "retrieval": {}}
-        for kind, size in sorted({key[1:3] for key in found if key[0] == model}):
-            keys = [key for key in found if key[:3] == (model, kind, size) and (models[0], *key[1:]) in found]
-            pairs = [(found[key], found[(models[0], *key[1:])]) for key in sorted(keys, key=lambda key: key[3])]
-            if not pairs:
-                continue
+        for kind, size in sorted({task[:2] for task in common}):
+            tasks = sorted(task for task in common if task[:2] == (kind, size))
+            pairs = [(found[(model, *task)], found[(models[0], *task)]) for task in tasks]
             if kind == "perplexity":
                 means = [[x["loss"] / (size - 1) for x in pair] for pair in pairs]
                 differences = [ours - theirs for ours, theirs in means]
@@ -155,13 +154,10 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
                         "ratio": right / of_source if of_source else None,
                         "digits": statistics.mean(statistics.mean(answer) for answer in ours),
                     }
-                one, source = pairs[0]
-                if "bytes" in one:
-                    row["cache"] = {
-                        "tokens": one["cached_tokens"],
-                        "bytes": one["bytes"],
-                        "ratio": one["bytes"] / source["bytes"],
-                    }
+                if "bytes" in pairs[0][0]:
+                    mine, of_source = (item["bytes"] for item in pairs[0])
+                    tokens = pairs[0][0]["cached_tokens"]
+                    row["cache"] = {"tokens": tokens, "bytes": mine, "ratio": mine / of_source}
         rows.append(row)
     return rows
 

@@ -50,6 +50,8 @@ class Passage(NamedTuple):
     """`(n,)` token ids of the text."""
     questions: list[Question]
     """One of each kind."""
+    end: int
+    """Where the text that was used ends: what comes next in the text would continue the passage."""
 
     def with_questions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -122,7 +124,7 @@ def make_passages(
             Question(kind, end, _count_digit_tokens(tokenizer, end), depths[kind, name])
             for (kind, name), end in zip(asks, ends)
         ]
-        passages.append(Passage(ids, questions))
+        passages.append(Passage(ids, questions, start + room))
     return passages
 
 

@@ -131,22 +131,23 @@ def quality() -> str:
     if not (RESULTS / "quality" / "quality.json").exists():
         return MISSING
     results = read("quality/quality.json")["rows"]
-    lines = []
-    for row in results:
-        name, cache = f"`{row['model']}`", row.get("cache")
-        share = f"{cache['ratio']:.3f} of {cache['tokens']:,} tokens" if cache else MISSING
-        for size, x in row["perplexity"].items():
-            ratio = f"{x['ratio']:.3f}" if row is results[0] else f"{x['ratio']:.3f} ({_range(x['interval'])})"
-            what = f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}"
-            lines.append([name, share, what, f"{x['value']:.2f}", ratio])
-        for size, found in row["retrieval"].items():
-            for kind in found.keys() - {"passages"}:
-                x = found[kind]
-                what = f"{kind}, {found['passages']} passages of {int(size):,} tokens"
-                ratio = f"{x['ratio']:.3f}" if x["ratio"] is not None else ""
-                lines.append([name, share, what, f"{x['exact']:.2f} ({_range(x['interval'])})", ratio])
-    header = "model | cache, as a share of the source's | what | measured | as a share of the source's"
-    return with_sources(header, sorted(lines, key=lambda line: line[2]), "quality/quality.json")
+    first, lines = results[0], []
+    if "cache" in first:
+        cells = [f"{row['cache']['ratio']:.3f}" for row in results]
+        lines.append([f"cache after {first['cache']['tokens']:,} tokens, as a share of the source's", *cells])
+    for size, x in first["perplexity"].items():
+        cells = [
+            f"{row['value']:.2f}" + (f": {row['ratio']:.3f} ({_range(row['interval'])}) of the source's" if i else "")
+            for i, row in enumerate(row["perplexity"][size] for row in results)
+        ]
+        lines.append([f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}", *cells])
+    for size, of_source in first["retrieval"].items():
+        for kind in [kind for kind in of_source if kind != "passages"]:
+            found = [row["retrieval"][size][kind] for row in results]
+            cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
+            lines.append([f"{kind}, {of_source['passages']} passages of {int(size):,} tokens", *cells])
+    header = " | ".join(["", *(f"`{row['model']}`" for row in results)])
+    return with_sources(header, lines, "quality/quality.json")
 
 
 def _range(interval: list[float]) -> str:

@@ -181,9 +181,8 @@ def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16
 
 
 def sink_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the sinks, and the biases of values and outputs in the same layers, which carry their values."""
+    """Returns the sinks, and the biases of the output projections in the same layers, which carry their values."""
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
     sinks = [name for name in parameters if name.endswith(".sinks")]
-    biases = ("o_proj.bias", "v_proj.bias")
-    names = [*sinks, *(name.removesuffix("sinks") + bias for name in sinks for bias in biases)]
+    names = [*sinks, *(name.removesuffix("sinks") + "o_proj.bias" for name in sinks)]
     return [parameters[name] for name in names if name in parameters]
