@@ -171,8 +171,15 @@ def _takes_sinks(attend: Callable | None) -> bool:
 # --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
 
 
-def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
-    """`None` if no mask is needed besides causality, also after a past, a blocked mask (5-D), or a dense one (4-D)."""
+class Past(NamedTuple):
+    """Stands for the mask of new tokens that see each other causally, and everything that was cached before."""
+
+    length: int
+    """Number of cached tokens."""
+
+
+def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None:
+    """`None` if no mask is needed besides causality, a `Past`, a blocked mask (5-D), or a dense one (4-D)."""
     v = mask_function
     window = v.window or v.kv_length
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
@@ -187,7 +194,7 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | None:
         is_end = isinstance(v.q_offset, int) and v.q_offset + v.q_length == v.kv_offset + v.kv_length
         is_large = v.q_length > 1 and v.q_length * v.kv_length >= MASKED_PAIRS
         if v.is_plain and is_end and is_large and v.kv_length <= window and not v.has_sinks and not is_tracing():
-            return None
+            return Past(v.kv_length - v.q_length)
     return v.dense()
 
 
@@ -207,19 +214,19 @@ def windowed_sdpa_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Past | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`, with windows at linear cost, with sinks, and without a mask for a past."""
+    if isinstance(attention_mask, Past):
+        return past_attention_forward(query, key, value, scaling, dropout), None
     if attention_mask is not None and attention_mask.ndim == 5:
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
-    if attention_mask is None and 1 < query.shape[2] < key.shape[2]:
-        return past_attention_forward(query, key, value, scaling, dropout), None
     head_dim = query.shape[-1]
     is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():
