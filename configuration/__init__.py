@@ -49,7 +49,7 @@ def load_config(name_or_path: str | Path, **overrides) -> LSGPTConfig:
         ValueError: If there is no such checkpoint, it is of another kind of model, or the overrides are invalid.
     """
     if looks_like_a_path(str(name_or_path)) and not Path(name_or_path).is_dir():
-        raise ValueError(f"there is no checkpoint {str(name_or_path)!r}: no such folder")
+        raise ValueError(f"there is no folder {str(name_or_path)!r}")
     try:
         values, _ = LSGPTConfig.get_config_dict(name_or_path)
     except OSError as error:
