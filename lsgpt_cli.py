@@ -432,13 +432,13 @@ def _load(name: str):
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
     from lsgpt.utilities import load_complete, load_tokenizer
 
-    tokenizer = load_tokenizer(name)
     place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here, from the Hub"
     try:
+        tokenizer = load_tokenizer(name)
         model = load_complete(name, device_map="auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise ValueError(f"cannot load a model from {place}: {reason}") from error
+        raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
     return tokenizer, model
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def test_train_leaves_everything_in_one_folder(trained):
     assert [line for line in lines if line and not re.search(r"\d+%\||\d examples", line)] == []
     assert "Training 36.1 k parameters on" in process.stdout
     next_steps = process.stdout.split("Next:")[1]
-    assert "lsgpt generate runs/demo " in next_steps
+    prompt = json.loads((folder / "results.json").read_text())["prompt"]
+    assert shlex.join(["lsgpt", "generate", "runs/demo", prompt]) in next_steps
     assert "lsgpt info runs/demo" in next_steps
 
 
@@ -170,11 +172,11 @@ def change_config(**fields):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_weights, "cannot load a model from 'FOLDER': Error while deserializing header"),
+        (cut_weights, "cannot load a model and its tokenizer from 'FOLDER': Error while deserializing header"),
         (forget_a_layer, "configuration; missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj"),
         (forget_the_tokenizer, "'FOLDER' has no tokenizer"),
         (change_config(hidden_size="big"), "Field 'hidden_size' expected int, got str (value: 'big')"),
-        (change_config(vocab_size=1001), "cannot load a model from 'FOLDER'"),
+        (change_config(vocab_size=1001), "cannot load a model and its tokenizer from 'FOLDER'"),
     ],
 )
 def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys, damage, message):

@@ -5,7 +5,6 @@ import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
 
@@ -103,9 +102,8 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {reason}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
 
 
 def refuse_tensors(

@@ -248,7 +248,8 @@ def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder,
     assert f"{hub.url}/lovelace/tiny" in capsys.readouterr().out
 
     transformers, _, _ = snippets_of(ModelCard(files["README.md"].decode()), "lovelace/tiny")
-    assert run_program(transformers, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0").startswith("word")
+    prompt = json.loads(files["results.json"])["prompt"]
+    assert run_program(transformers, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0").startswith(prompt)
 
 
 def test_push_to_hub_brings_the_same_card(hub, trainer, folder):
