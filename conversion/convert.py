@@ -96,9 +96,9 @@ def convert(
             )
         if 0 in model.config.num_global_heads_per_layer:
             raise ValueError(
-                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their heads "
-                f"would be measured as if they had none; got {text!r}. Convert it without, and make heads of its other "
-                "layers local with `with_global_heads`"
+                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their "
+                f"heads would be measured as if they had none; got {text!r}. Convert it without, and make heads of "
+                "its other layers local with `with_global_heads`"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)
