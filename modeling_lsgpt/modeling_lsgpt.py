@@ -64,10 +64,10 @@ class LSGPTMLP(nn.Module):
     def __init__(self, config: LSGPTConfig):
         super().__init__()
         bias = config.has_bias("mlp")
-        sizes = config.hidden_size, config.intermediate_size
-        self.gate_proj = make_linear(*sizes, bias=bias) if config.gated_mlp else None
-        self.up_proj = make_linear(*sizes, bias=bias)
-        self.down_proj = make_linear(config.intermediate_size, config.hidden_size, bias=bias)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = make_linear(width, inner, bias=bias) if config.gated_mlp else None
+        self.up_proj = make_linear(width, inner, bias=bias)
+        self.down_proj = make_linear(inner, width, bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
