@@ -16,7 +16,7 @@ def test_rotary_positions_that_vllm_computes_differently(tiny_model, tmp_path, s
     rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     model = tiny_model(head_dim=32, position_embedding_type="rope", rope_parameters=rope_parameters)
     model.save_pretrained(tmp_path)
-    message = "`rope_parameters` must be of a `rope_type` among default, linear, llama3, yarn .* got 'dynamic'"
+    message = "`rope_parameters` must be of a `rope_type` among default, linear, llama3, yarn, .* got 'dynamic'"
     with pytest.raises(ValueError, match=message), start_engine(tmp_path):
         pass
 
