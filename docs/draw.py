@@ -7,6 +7,7 @@ heads and models without others, orange for local heads and LSGPT, and grey for 
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,39 +112,55 @@ def ratios(benchmark: str) -> dict[int, float]:
 
 
 def conversion(figure: Figure, scheme: str):
-    """What a pretrained model keeps: cache, perplexity and retrieval, before and after healing."""
-    figure.set_size_inches(8, 2.6)
-    quality = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))["rows"]
-    bench = json.loads((RESULTS / "bench" / "smollm2" / "bench-cpu.json").read_text(encoding="utf-8"))
-    (cache,) = (
-        x["median"]
-        for row in bench["rows"]
-        for x in row["ratios"]
-        if x["benchmark"] == "cache" and "llama" in x["families"]
-    )
-    source, *ours = quality
-    names = ["source", "converted", "retrained"]
-    columns = {
-        "KV cache at 8,192 tokens": [1.0, cache, cache],
-        "perplexity": [row["perplexity"] / source["perplexity"] for row in quality],
-        "passkey retrieval at 2,048": [
-            row["retrieval"]["2048"]["mean"] / source["retrieval"]["2048"]["mean"] for row in quality
-        ],
-    }
-    assert len(ours) == 2
-    for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), columns.items()):
-        axes.barh(names, values, color=[GLOBALS[scheme], LOCAL, LOCAL], height=0.6)
-        axes.set_xlim(0, 1.45)
-        for name, value in zip(names, values):
-            axes.annotate(
-                f"{value:.2f}", (value, name), (4, 0), textcoords="offset points", va="center", color=INK[scheme]
-            )
-        axes.set_title(title)
-        axes.set_xticks([])
-        plain(axes)
-        axes.spines["bottom"].set_visible(False)
-        axes.tick_params(length=0)
-    figure.axes[0].invert_yaxis()
+    """What a pretrained model keeps when it is converted: cache, perplexity, and passkeys of each kind and length."""
+    figure.set_size_inches(8.5, 4)
+    report = (RESULTS / "quality" / "conversion.md").read_text(encoding="utf-8")
+    kept, total = map(int, re.search(r"(\d+) of (\d+) key/value heads stay global", report).groups())
+    window = int(re.search(r"others see\s+(\d+) tokens", report)[1])
+    cache = (kept + (total - kept) * window / 8192) / total
+    source, converted = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
+    perplexity = converted["perplexity"]["2048"]
+    upper, lower = figure.subplots(2, 2, height_ratios=[1, 2.2])
+    bars(upper[0], scheme, {"": [(1.0, None), (cache, None)]}, ("source", "converted"))
+    upper[0].set_title("KV cache at 8,192 tokens")
+    bars(upper[1], scheme, {"": [(1.0, None), (perplexity["ratio"], perplexity["interval"])]}, ("source", "converted"))
+    upper[1].set_title("perplexity, relative to the source")
+    for axes, (length, found) in zip(lower, source["retrieval"].items()):
+        kinds = {
+            kind: [
+                (x["exact"], x["interval"]) for x in (row["retrieval"][length][kind] for row in (source, converted))
+            ]
+            for kind in found
+            if kind != "passages"
+        }
+        bars(axes, scheme, kinds, None)
+        axes.set_title(f"passkeys in {int(length):,} tokens, {found['passages']} texts")
+
+
+def bars(axes: Axes, scheme: str, rows: dict[str, list], names: tuple[str, str] | None):
+    """A pair of bars for each row, (value, interval or None) for the source and the converted model."""
+    labels = {}
+    for y, (row, pair) in enumerate(rows.items()):
+        for i, (value, interval) in enumerate(pair):
+            place, color = y + 0.4 * i - 0.2, (GLOBALS[scheme], LOCAL)[i]
+            axes.barh(place, value, color=color, height=0.34)
+            end = value
+            if interval:
+                axes.plot(interval, [place, place], color=INK[scheme], linewidth=1)
+                end = max(value, interval[1])
+            shift = {"textcoords": "offset points", "va": "center", "color": INK[scheme]}
+            axes.annotate(f"{value:.2f}", (end, place), (4, 0), **shift)
+            if names:
+                labels[place] = names[i]
+        if not names:
+            labels[y] = row
+    axes.set_yticks(list(labels), list(labels.values()))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25)
+    axes.set_xticks([])
+    plain(axes)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def largest_logits(figure: Figure, scheme: str):

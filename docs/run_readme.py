@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALLER = {
-    "convert": "--global-kv-heads 2 --window 16 --max-blocks 2",
+    "convert": "--cache-share 0.3 --max-blocks 2",
     "train heal": "--use_cpu true --block_size 64 --max_steps 2 --max_eval_blocks 4 --warmup_steps 0 --save_steps 2",
 }
 """Options that are added to a command."""

@@ -94,16 +94,16 @@ def prose(text):
 
 def test_numbers_at_the_top_are_those_of_the_results():
     top = " ".join(read("README.md").partition("\n## ")[0].split())
-    bench = json.loads(read("benchmarks/results/bench/smollm2/bench-cpu.json"))["rows"]
-    cache = {
-        x["median"]
-        for row in bench
-        for x in row["ratios"]
-        if (x["benchmark"], "llama" in x["families"]) == ("cache", True)
-    }
-    source, _, healed = json.loads(read("benchmarks/results/quality.json"))["rows"]
-    assert f"**{cache.pop():.0%} of the KV cache**" in top
-    assert f"for {healed['perplexity'] / source['perplexity'] - 1:.0%} more perplexity" in top
+    report = read("benchmarks/results/quality/conversion.md")
+    kept, total = map(int, re.search(r"(\d+) of (\d+) key/value heads stay global", report).groups())
+    window = int(re.search(r"others see\s+(\d+) tokens", report)[1])
+    cache = (kept + (total - kept) * window / 8192) / total
+    assert f"**{cache:.0%} of the KV cache**" in top and "at 8,192 tokens" in top
+    source, converted = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
+    perplexity = converted["perplexity"]["2048"]
+    assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["2048"]["value"])
+    more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
+    assert re.search(rf"for {more:.1%} more perplexity \([^)]*95% interval: {low:.1%} to {high:.1%}\)", top)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
         x["median"]
@@ -114,9 +114,10 @@ def test_numbers_at_the_top_are_those_of_the_results():
     assert f"{ratio:.2f}" == "0.33" and "**A third of the time per generated token** after 32,768 tokens" in top
     requests = re.search(r"default\) \| [\d.]+ \| ([\d.]+) \|", read("docs/serving.md"))[1]  # tests/serving has it
     assert f"**{float(requests):.1f} times as many requests**" in top
-    recall = healed["retrieval"]["2048"]["mean"] / source["retrieval"]["2048"]["mean"]
+    before, after = (row["retrieval"]["1024"]["paraphrased"]["exact"] for row in (source, converted))
     page = " ".join(read("README.md").split())
-    assert re.search(f"SmolLM2 keeps {recall:.0%} of its passkey retrieval \\([^)]*\\) at 2,048 tokens", page)
+    assert f"SmolLM2 still finds {after:.0%} of the passkeys in texts of 1,024 tokens" in page
+    assert f"({source['retrieval']['1024']['passages']} texts; before conversion, {before:.0%})" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
