@@ -46,7 +46,10 @@ PROPERTIES = {
     "AdaKV": ("masks only", "no", "no", "none"),
     "DuoAttention": ("masks only", "no", "no", "none, with our choice of heads"),
 }
-"""By method, from its documentation and code: is memory freed, is the prefill cheaper, can it be served, does it need training."""
+"""
+By method, as its documentation and code say: is memory freed, is the prefill cheaper, can it be served, does it need
+training.
+"""
 
 
 def make_presses(shares: list[float], heads: list[list[int]] | None, window: int) -> dict[tuple[str, float], Callable]:

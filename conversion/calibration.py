@@ -33,8 +33,8 @@ SHARE_LENGTH = 8192
 
 LEAST_WINDOW = 128
 """
-Smallest window to choose for a share of the cache, or a 64th of the tokens, if this is less. Whether fewer global heads
-with wider windows would be better at the same cache has not been measured.
+Smallest window to choose for a share of the cache, or a 64th of the tokens, if this is less. Whether fewer global
+heads with wider windows would be better at the same cache has not been measured.
 """
 
 NAMES = {"source": "the source: all heads global", "chosen": "the choice: this checkpoint"}
