@@ -367,7 +367,7 @@ def test_refused_gpt2_weights(tmp_path):
             "folder or its name on the Hub; ",
         ),
         (["EMPTY", "new"], "has no config.json"),
-        (["none/none/none", "new"], "there is no folder 'none/none/none' here, and no model of that name"),
+        (["none/none/none", "new"], "there is no model"),
         (["none.pt", "new"], "there is no file 'none.pt'"),
         (["none.safetensors", "new"], "there is no file 'none.safetensors'"),
         (["GPT2x", "new"], "no such file or folder"),
