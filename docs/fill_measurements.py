@@ -88,7 +88,7 @@ def with_spread(x: dict | None, digits: int = 2) -> str:
 
 
 def speed() -> str:
-    """Times as shares of multi-head attention's and GPT-2's."""
+    """Times relative to those with all heads global, and to GPT-2's."""
     rows = []
     for title, (folder, benchmark, family) in SPEED.items():
         ratios = read_ratios(folder)
@@ -99,7 +99,7 @@ def speed() -> str:
             if not any(found):
                 continue
             cells = [with_spread(x) for x in found]
-            if benchmark == "attention":  # MHSA is what GPT-2 calls
+            if benchmark == "attention":  # the same as with all heads global
                 cells[1] = "-"
             rounds = max(x["rounds"] for x in found if x) if benchmark != "cache" else "-"
             rows.append([title, f"{length:,}", *cells, rounds])
@@ -119,7 +119,7 @@ def targets() -> str:
 
 
 def smollm2() -> str:
-    """A converted model as a share of Transformers' Llama."""
+    """A converted model relative to Transformers' Llama."""
     ratios, rows = read_ratios("smollm2"), []
     for (_, benchmark, *pair), lengths in SMOLLM2_TARGETS.items():
         rows += [[benchmark, f"{n:,}", with_spread(x)] for n in lengths if (x := ratios.get((benchmark, *pair, n)))]
@@ -134,7 +134,7 @@ def quality() -> str:
     first, lines = results[0], []
     if "cache" in first:
         cells = [f"{row['cache']['ratio']:.3f}" for row in results]
-        lines.append([f"cache after {first['cache']['tokens']:,} tokens, as a share of the source's", *cells])
+        lines.append([f"cache after {first['cache']['tokens']:,} tokens, as a fraction of the source's", *cells])
     for size, x in first["perplexity"].items():
         cells = [
             f"{row['value']:.2f}" + (f": {row['ratio']:.3f} ({_range(row['interval'])}) of the source's" if i else "")

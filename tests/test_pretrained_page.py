@@ -22,7 +22,7 @@ COMMANDS = [
 ]
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALLER = {
-    "convert": "--max-blocks 1",
+    "convert": "--cache-share 0.3 --max-blocks 1",
     "train": "--use_cpu true --block_size 64 --max_steps 2 --max_eval_blocks 4 --warmup_steps 0 --save_steps 2",
     "generate": "",
     "info": "",
