@@ -18,8 +18,8 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM
 
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
-from lsgpt.training.report import peak_memory, reset_peak_memory
 from lsgpt.utilities import split_bytes
+from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .peers import load_shape
 from .record import OUTPUT, begin_result, write_result

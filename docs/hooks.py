@@ -3,7 +3,7 @@ Hooks of the site, which MkDocs runs: the site consists of the same files that o
 
 Pages lead to files outside `docs/`, too. Reports and pictures become part of the site. Links to other files, such as
 code, lead to the repository, if its address is known (`REPOSITORY_URL`, or `url` in setup.cfg); else the words stay
-without a link. Pages under `reference/` are made from the code by `reference.py`.
+without a link. Pages under `reference/` are made from the code by `reference_pages.py`.
 """
 
 import configparser
@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
-import reference  # noqa: E402
+import reference_pages  # noqa: E402
 
 
 RENAMED = {"README.md": "index.md", "docs/README.md": "pages.md"}
@@ -122,7 +122,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
             waiting += links((ROOT / path).read_text(encoding="utf-8"), path)
-    for name, text in reference.pages().items():
+    for name, text in reference_pages.pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     config.extra["places"] = {place(path): path for path in seen}
     config.repo_url = repository_url() or None

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 def load(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # hooks.py imports reference.py
+    sys.modules[name] = module  # hooks.py imports reference_pages.py
     spec.loader.exec_module(module)
     return module
 
 
-reference = load("reference")
+reference_pages = load("reference_pages")
 hooks = load("hooks")
 KNOWN = {"index.md", "training.md", "reference/configuration.md", "studies/results/x/report.md", "masks.png"}
 
@@ -72,7 +72,7 @@ def test_the_address_of_the_repository_can_be_given(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pages():
-    return reference.pages()
+    return reference_pages.pages()
 
 
 def test_the_reference_has_every_command_and_field(pages):

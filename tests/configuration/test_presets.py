@@ -86,7 +86,7 @@ def test_unknown_names_suggest_the_nearest():
 def test_impossible_values_are_value_errors():
     with pytest.raises(ValueError, match="`sliding_window` must be at least 2"):
         load_preset("demo", sliding_window=1)
-    with pytest.raises(ValueError, match="'hidden_size' expected int, got str"):
+    with pytest.raises(ValueError, match="`hidden_size` must be of type int; got 'wide'"):
         load_preset("demo", hidden_size="wide")
 
 

@@ -494,8 +494,8 @@ def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--global-kv-heads", "0"], "argument --global-kv-heads: must be an integer of 1 or more, or a share"),
-        (["--global-kv-heads", "1.0"], "argument --global-kv-heads: must be an integer of 1 or more, or a share"),
+        (["--global-kv-heads", "0"], "argument --global-kv-heads: must be an integer of 1 or more, or a fraction"),
+        (["--global-kv-heads", "1.0"], "argument --global-kv-heads: must be an integer of 1 or more, or a fraction"),
         (["--balance", "best"], "argument --balance: invalid choice: 'best'"),
     ],
 )

@@ -374,9 +374,9 @@ def test_refused_gpt2_weights(tmp_path):
         (["NAN", "new"], "must be finite; model.norm.weight has NaN or infinite values"),
         (
             ["GPT2", "new", "--global-kv-heads", "1"],
-            "must be given together; missing: `window`, `text` (`--calibrate`)",
+            "must be given together, or `cache_share` instead of them; got `global_kv_heads`",
         ),
-        (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "missing: `global_kv_heads`"),
+        (["GPT2", "new", "--window", "9", "--calibrate", "stdlib"], "instead of them; got `window`"),
         (["FULL/text.txt", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "has no tokenizer"),
         (["GPT2", "new", "--global-kv-heads", "1", "--window", "9", "--calibrate", "x"], "must have a tokenizer"),
     ],
