@@ -18,9 +18,7 @@ from lsgpt.utilities import table, with_unit
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / name for name in ("docs/measurements.md", "docs/memory-and-time.md", "docs/pretrained.md", "README.md")
-]
+PAGES = [ROOT / name for name in ("docs/measurements.md", "docs/memory-and-time.md", "README.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 
 MISSING = "not measured"
