@@ -453,6 +453,6 @@ def test_warn_stop_and_clip(tmp_path, caplog, monkeypatch):
     assert (tmp_path / "checkpoint-1" / "model.safetensors").is_file()
     with pytest.raises(
         ValueError,
-        match='must be "warn" or "stop", not "clip", for models other than LSGPT, .* got GPT2LMHeadModel',
+        match=r'must be "warn" or "stop", not "clip", for models other than LSGPT, .* got GPT2LMHeadModel',
     ):
         trainer_of(build("gpt2"), tmp_path, LogitTelemetryCallback(on_explosion="clip")).train()
