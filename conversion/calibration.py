@@ -251,8 +251,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     report = f"""# {source}: choice of global heads
 
 {num_global} of {layers * kv_heads} key/value heads stay global, with the query heads that they serve; the others see
-{window} tokens and have sinks. No weights were trained: healing the model wins back most of what is lost
-(`lsgpt train heal`).
+{window} tokens and have sinks. No weights were trained; `lsgpt train heal` trains them with the source as teacher.
 
 ## Quality
 

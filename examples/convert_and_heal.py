@@ -3,8 +3,8 @@ Makes the KV cache of a pretrained model smaller, repairs it with the original a
 
     python examples/convert_and_heal.py HuggingFaceTB/SmolLM2-135M-Instruct books
 
-The model is a Llama, Mistral, Qwen2, Qwen3 or GPT-2: a folder, a GGUF file or a name on the Hub. The text is a file or
-a folder, best like what the model will see in use.
+The model is a Llama, Mistral, Qwen, OLMo-2, Phi-3 or GPT-2: a folder, a GGUF file or a name on the Hub. The text is a
+file or a folder, best like what the model will see in use.
 """
 
 import argparse
@@ -20,16 +20,13 @@ parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
 parser.add_argument("model", help="the pretrained model")
 parser.add_argument("text", help="text to choose heads on, and to train on")
 parser.add_argument("--output", default="runs/smaller", help="folder to write into; default: %(default)s")
-parser.add_argument(
-    "--global-kv-heads", type=float, default=0.17, help="fraction that stays global; default: %(default)s"
-)
-parser.add_argument("--window", type=int, default=128, help="tokens that the others see; default: %(default)s")
-parser.add_argument("--blocks", type=int, default=16, help="blocks of text to choose on; default: %(default)s")
+parser.add_argument("--cache-share", type=float, default=0.2, help="of the original's cache; default: %(default)s")
+parser.add_argument("--blocks", type=int, default=4, help="blocks of text to choose on; default: %(default)s")
 parser.add_argument("--steps", type=int, default=200, help="steps of training; default: %(default)s")
 options = parser.parse_args()
 
 converted, healed = Path(options.output, "converted"), Path(options.output, "healed")
-convert(options.model, converted, options.global_kv_heads, options.window, options.text, max_blocks=options.blocks)
+convert(options.model, converted, text=options.text, cache_share=options.cache_share, max_blocks=options.blocks)
 print(f"{converted / 'report.md'} shows which heads stayed global, and what that costs.")
 
 config = AutoModelForCausalLM.from_pretrained(converted).config

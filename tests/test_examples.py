@@ -56,11 +56,12 @@ def test_train_with_telemetry(folder):
 
 
 def test_convert_and_heal(folder):
-    small = ("--global-kv-heads", "0.5", "--window", "16", "--blocks", "2", "--steps", "2")
+    small = ("--cache-share", "0.6", "--blocks", "2", "--steps", "2")
     printed = run("convert_and_heal.py", folder, "llama", "notes.txt", *small)
     rows = re.findall(r"^(\w+) +perplexity +([\d.]+) +KV cache at 8,192 tokens +([\d.]+)%$", printed, re.MULTILINE)
     assert [name for name, *_ in rows] == ["original", "converted", "healed"]
-    assert [float(cache) for *_, cache in rows] == [100.0, 50.1, 50.1]
+    caches = [float(cache) for *_, cache in rows]
+    assert caches[0] == 100 and 50 <= caches[1] == caches[2] <= 60
     assert all(300 < float(perplexity) < 500 for _, perplexity, _ in rows)  # untrained, with 400 tokens
     assert (folder / "runs" / "smaller" / "converted" / "report.md").is_file()
 
