@@ -206,6 +206,8 @@ class LSGPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.position_embedding_type != "rope":
             self.rope_parameters = None  # Transformers fills in defaults for every configuration that has the field
+        elif GLOBAL in self.rope_parameters:
+            self.rope_parameters.pop("rope_theta", None)  # Transformers 5.17 adds it beside the sets of parameters
         self.validate_architecture()  # again: Transformers has moved arguments such as `rope_theta` into fields
 
     def validate_architecture(self):
