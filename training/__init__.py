@@ -19,7 +19,8 @@ from .results import RunResult
 from .soft_thinking import find_end_of_thinking, generate_soft_thinking
 from .stabilizers import adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback, qk_clip
-from .train import LSGPTTrainer, build_trainer, run
+from .train import build_trainer, run
+from .trainer import LSGPTTrainer
 
 
 __all__ = [

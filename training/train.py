@@ -1,10 +1,8 @@
 """A training run, from its arguments to a folder with a checkpoint that the Auto classes can load."""
 
-import inspect
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 import yaml
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -38,10 +35,9 @@ from .callbacks import (
     StepTimerCallback,
     StopOnBadLossCallback,
 )
-from .context_parallel import check_parallelism, get_loader_for_all_processes, processes_per_row
+from .context_parallel import check_parallelism, processes_per_row
 from .data import (
     ALGORITHMS,
-    Passes,
     collate_blocks,
     first_characters,
     load_documents,
@@ -57,8 +53,6 @@ from .healing import (
     choose_trainable,
     load_teacher,
     measure_perplexity,
-    next_token_logits,
-    sink_parameters,
 )
 from .hidden_numbers import HideNumbers
 from .metrics import LanguageModelingMetrics, token_losses
@@ -66,6 +60,7 @@ from .report import points_of, write_report
 from .results import RunResult
 from .stabilizers import IN_FLOAT32, adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback
+from .trainer import LSGPTTrainer
 
 
 STREAM_BUFFER = 1000
@@ -76,175 +71,6 @@ TOKENIZER_CHARACTERS = 20_000_000
 
 NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
-
-
-class LSGPTTrainer(Trainer):
-    """
-    The stock `Trainer` with a few changes: training steps skip the logits, sinks have no weight decay, a model may
-    learn from a teacher, and `save_card` writes the model card of a push.
-    """
-
-    def __init__(
-        self,
-        *args,
-        z_loss: float = 0.0,
-        teacher: PreTrainedModel | None = None,
-        adapters: Any = None,
-        sink_learning_rate: float | None = None,
-        save_card: Callable[..., Any] | None = None,
-        **kwargs,
-    ):
-        """
-        Args:
-            *args: As for `Trainer`.
-            z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
-            teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of
-                its next-token distributions instead of the cross-entropy.
-            adapters: The adapters inside the model, see `choose_trainable`.
-            sink_learning_rate: Learning rate of the sinks and of the biases that carry their values, see
-                `sink_parameters`.
-            save_card: Writes the model card, given the folder, the repository and the licence:
-                `lsgpt.model_cards.save_card`. Without it, Transformers does. It is passed in because
-                `lsgpt.model_cards` imports this package to read runs.
-            **kwargs: As for `Trainer`.
-
-        Raises:
-            ValueError: If `compute_loss_func` is given with `z_loss` or `teacher`, which it would replace, or for
-                sequence parallelism.
-        """
-        for name, value in (("z_loss", z_loss), ("teacher", teacher)):
-            if value and kwargs.get("compute_loss_func") is not None:
-                raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
-        self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
-        self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
-        super().__init__(*args, **kwargs)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, AveragedWeightsCallback):
-                callback.attach(self)
-        if teacher is not None and self.label_smoother is not None:
-            raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
-
-    def create_accelerator_and_postprocess(self):
-        """
-        As in `Trainer`, but FSDP sums gradients and returns the loss in float32: Accelerate's own policy sums them in
-        bfloat16, and rounds the loss to its two to three digits. Context parallelism is ours, and sequence parallelism
-        refused, see `check_parallelism`.
-        """
-        check_parallelism(self.args)
-        super().create_accelerator_and_postprocess()
-        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if fsdp is not None and (policy := fsdp.mixed_precision_policy) is not None:
-            fsdp.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """
-        As in `Trainer`, but a stream is one endless series of full batches, see `Passes`. The end of a pass then
-        changes neither the size of a step nor where a resumed training continues.
-        """
-        stream = self.train_dataset
-        if not isinstance(stream, IterableDataset):
-            return super().get_train_dataloader()
-        args, collate = self.args, self.data_collator
-        collate = self._get_collator_with_removed_columns(collate, description="Training")
-        options = {
-            "num_workers": args.dataloader_num_workers,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-        }
-        rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, **options)
-        size = processes_per_row(args)
-        passes = Passes(rows, self._train_batch_size, collate, args.process_index // size, args.world_size // size)
-        return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
-
-    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """As in `Trainer`, but every process gets other rows, also those that share the sequences of the training."""
-        get_loader = super().get_eval_dataloader
-        return get_loader_for_all_processes(self.accelerator, lambda: get_loader(eval_dataset))
-
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
-
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """
-        As in `Trainer`, but `num_training_steps` in `lr_scheduler_kwargs` replaces that of the training, so that a
-        training may be the beginning of a longer schedule.
-        """
-        given = self.args.lr_scheduler_kwargs
-        kwargs = dict(given or {})
-        self.args.lr_scheduler_kwargs, length = kwargs, int(kwargs.pop("num_training_steps", num_training_steps))
-        try:
-            return super().create_scheduler(length, optimizer)
-        finally:
-            self.args.lr_scheduler_kwargs = given
-
-    def log(self, logs: dict[str, float], start_time: float | None = None):
-        """As in `Trainer`, with the figures of a `LogitTelemetryCallback` in `logs`, so that trackers get them too."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, LogitTelemetryCallback):
-                logs.update(callback.take_figures())
-        super().log(logs, start_time)
-
-    def _run_epoch(self, *args, **kwargs):
-        """As in `Trainer`, but without a step too many after resuming from the last one."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        """
-        As in `Trainer`, but in training steps the model computes the whole loss, with smoothed labels, z-loss and
-        teacher: it then needs no logits of all tokens, which are the largest tensor.
-        """
-        if not model.training or self.compute_loss_func is not None or "labels" not in inputs:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        smoother, self.label_smoother = self.label_smoother, None
-        settings = {"z_loss": self.z_loss, "label_smoothing": smoother.epsilon if smoother else 0.0}
-        inputs = {**inputs, "skip_logits": True, **{name: value for name, value in settings.items() if value}}
-        if self.teacher is not None:
-            inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
-        try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self.label_smoother = smoother
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in `Trainer`, with another parameter group if there is a `sink_learning_rate`."""
-        is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if is_new and self.sink_learning_rate is not None:
-            chosen = {id(parameter) for parameter in sink_parameters(self.model if model is None else model)}
-            for group in list(optimizer.param_groups):
-                moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
-                if moved:
-                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-                    optimizer.add_param_group({**group, "params": moved, "lr": self.sink_learning_rate})
-        return optimizer
-
-    def create_model_card(self, *args, **kwargs):
-        """
-        Writes the card into `output_dir`, with `save_card` if it is set. The card then describes the run; of the
-        arguments of `Trainer.create_model_card`, `language`, `license`, `tags`, `finetuned_from` and `dataset_tags`
-        add to that or replace it.
-        """
-        if self.save_card is None:
-            super().create_model_card(*args, **kwargs)
-            return
-        if not self.is_world_process_zero():
-            return
-        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
-        tags, datasets = ([x] if isinstance(x, str) else x or [] for x in map(given.get, ("tags", "dataset_tags")))
-        options = {"language": given.get("language"), "tags": tags}
-        card = self.save_card(self.args.output_dir, self.hub_model_id, given.get("license"), **options)
-        card.data.base_model = given.get("finetuned_from") or card.data.base_model
-        card.data.datasets = datasets or card.data.datasets
-        card.save(Path(self.args.output_dir) / "README.md")
-
-
-def _unchanged(rows: Any) -> Any:
-    return rows
 
 
 def check_stream(checkpoint: str | Path, arguments: Arguments):
