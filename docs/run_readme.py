@@ -22,8 +22,9 @@ SMALLER = {
 """Options that are added to a command."""
 
 
-def make_source(folder: Path):
-    """Writes the model and the text that the README's commands name."""
+def make_source(folder: Path, max_position_embeddings: int = 256):
+    """Writes the model, with that many positions, and the text that the README's commands name."""
+    import torch  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     from lsgpt.training import train_tokenizer  # noqa: PLC0415
@@ -37,10 +38,11 @@ def make_source(folder: Path):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=max_position_embeddings,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,
     )
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / SOURCE)
     tokenizer.save_pretrained(folder / SOURCE)
     (folder / "books").mkdir()
