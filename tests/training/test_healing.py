@@ -37,6 +37,7 @@ from lsgpt.training.data import collate_blocks, train_tokenizer
 from lsgpt.training.healing import load_teacher, measure_perplexity, next_token_logits
 from lsgpt.training.report import _before_and_after
 from lsgpt.training.results import RunResult
+from lsgpt.training.train import load_texts, make_blocks, train
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "healing.md").read_text(encoding="utf-8")
@@ -342,6 +343,36 @@ def test_sharded_models_are_refused(monkeypatch, tmp_path, field):
     fields = {"teacher": None, "trainable": "lora"} if "lora" in field else {}
     with pytest.raises(ValueError, match=f"`{field}` must not be combined with FSDP or DeepSpeed"):
         arguments_of(output_dir=tmp_path, **fields)
+
+
+def test_sinks_become_those_of_every_query(folder, tmp_path):
+    """As docs/healing.md says for vLLM: the weights are the same, and only the rule changes."""
+    (command,) = [command for command in COMMANDS if "{attention_sinks: true}" in command]
+    fields = {"config_overrides": command[command.index("--config_overrides") + 1]}
+    waiting = LSGPTForCausalLM(LSGPTConfig(**{**STUDENT, "attention_sinks": "full_window"}))
+    torch.nn.init.normal_(waiting.model.layers[0].self_attn.sinks)
+    waiting.save_pretrained(tmp_path / "waiting")
+    AutoTokenizer.from_pretrained("runs/smollm2").save_pretrained(tmp_path / "waiting")
+    fields |= {"model_name_or_path": tmp_path / "waiting", "output_dir": tmp_path / "run", "max_steps": 1}
+    arguments = arguments_of(**fields)
+    trainer = build_trainer(arguments)
+    for name, weight in waiting.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], weight), name
+    train(trainer, arguments)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.attention_sinks is True
+
+
+@pytest.mark.parametrize("has_teacher", [True, False])
+def test_numbers_are_hidden_in_training_blocks_if_there_is_a_teacher(tmp_path, monkeypatch, has_teacher):
+    monkeypatch.setattr(
+        "lsgpt.training.train.HideNumbers",
+        lambda tokenizer: lambda row: {**row, "input_ids": [7] * len(row["input_ids"])},
+    )
+    arguments = arguments_of(output_dir=tmp_path / "run", **({} if has_teacher else {"teacher": None}))
+    tokenizer = AutoTokenizer.from_pretrained("runs/smollm2")
+    blocks = make_blocks(arguments, load_texts(arguments.data), tokenizer)
+    hidden = {split: all(set(row["input_ids"]) == {7} for row in rows) for split, rows in blocks.items()}
+    assert hidden == {"train": has_teacher, "validation": False}
 
 
 def test_missing_peft_is_named(monkeypatch, tmp_path):
