@@ -314,10 +314,16 @@ def load_shape(name: str, **overrides) -> LSGPTConfig:
     is_folder = name not in list_presets() and Path(name).is_dir()
     config = (load_config if is_folder else load_preset)(name, **overrides)
     config.attention_dropout = config.resid_dropout = config.embd_dropout = 0.0
-    if config.attn_logit_softcapping is not None:
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, cap) is not None:
+            raise ValueError(
+                "`lsgpt bench` compares attention implementations and models that cannot soft-cap logits; "
+                f"`{cap}` of {name} is {getattr(config, cap)}"
+            )
+    if config.norm_type not in ("layer_norm", "rms_norm"):
         raise ValueError(
-            "`lsgpt bench` compares engines and models that cannot soft-cap logits; "
-            f"`attn_logit_softcapping` of {name} is {config.attn_logit_softcapping}"
+            "`lsgpt bench` compares models with GPT-2 or Llama, whose norms are before attention and MLP; "
+            f"`norm_type` of {name} is {config.norm_type!r}"
         )
     is_of_gpt2 = config.num_key_value_heads == config.num_attention_heads
     is_of_gpt2 = is_of_gpt2 and config.head_dim * config.num_attention_heads == config.hidden_size

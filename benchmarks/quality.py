@@ -85,9 +85,15 @@ def measure_block(model: PreTrainedModel, ids: torch.Tensor) -> dict:
     predicted, and a token counts where it stands.
     """
     hidden = model.base_model(input_ids=ids[None], use_cache=False)[0][0, :-1]
-    head = model.get_output_embeddings()
+    head, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+
+    def loss_of(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = head(states).float()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return F.cross_entropy(logits, targets, reduction="none")
+
     chunks = zip(hidden.split(512), ids[1:].split(512))  # the logits of all tokens would be the largest tensor
-    losses = torch.cat([F.cross_entropy(head(x).float(), y, reduction="none") for x, y in chunks]).double()
+    losses = torch.cat([loss_of(*chunk) for chunk in chunks]).double()
     ends = [*BINS[1:], len(ids)]
     sums = [losses[max(begin - 1, 0) : end - 1].sum().item() for begin, end in zip(BINS, ends) if begin < len(ids)]
     return {"losses": sums, "loss": losses.sum().item()}

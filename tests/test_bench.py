@@ -175,6 +175,8 @@ def test_mistakes(arguments, message, capsys):
     ("fields", "message"),
     [
         ({"attn_logit_softcapping": 30.0}, "cannot soft-cap logits; `attn_logit_softcapping` of .* is 30.0"),
+        ({"final_logit_softcapping": 30.0}, "cannot soft-cap logits; `final_logit_softcapping` of .* is 30.0"),
+        ({"norm_type": "rms_norm_after"}, "norms are before attention and MLP; `norm_type` of .* is 'rms_norm_after'"),
         ({"num_key_value_heads": 3, "num_global_heads": 2}, "GPT-2 has no grouped queries"),
         ({"head_dim": 8}, "GPT-2 has no grouped queries, and `head_dim` is"),
     ],

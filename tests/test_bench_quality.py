@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lsgpt_cli
 from lsgpt.benchmarks import quality
-from lsgpt.conversion import ask, make_passages
+from lsgpt.conversion import ask, convert_pretrained, make_passages
 from lsgpt.training.data import train_tokenizer
 
 
@@ -111,6 +111,18 @@ def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
     assert "`--output` must be new for a model whose weights have changed" in capsys.readouterr().err
     assert lsgpt_cli.main([*command[:-1], "out/long.json", "--tokens", "100000"]) == 2
     assert "`--text` must have at least 106496 tokens" in capsys.readouterr().err
+
+
+def test_capped_logits():
+    """Of Gemma 2, as it is and converted: the loss is that of the model's own logits."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.05)
+    source = Gemma2ForCausalLM(config).eval()
+    ids = torch.randint(97, (300,))
+    for model in (source, convert_pretrained(source).eval()):
+        with torch.no_grad():
+            expected = model(ids[None], labels=ids[None]).loss.item() * 299
+        assert quality.measure_block(model, ids)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_intervals():
