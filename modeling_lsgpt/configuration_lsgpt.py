@@ -66,10 +66,26 @@ AUTO_MAP = {
 
 # Keyword arguments that are not fields but have a meaning in Transformers.
 _TRANSFORMERS_KWARGS = {
-    *("_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal", "_name_or_path"),
-    *("attn_implementation", "auto_map", "classifier_dropout", "experts_implementation", "hidden_dropout"),
-    *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "quantization_config"),
-    *("rope_scaling", "rope_theta", "tie_last_hidden_states", "torch_dtype", "transformers_weights"),
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "classifier_dropout",
+    "experts_implementation",
+    "hidden_dropout",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "tie_last_hidden_states",
+    "torch_dtype",
+    "transformers_weights",
     *GenerationConfig._get_default_generation_params(),
 }
 
@@ -222,14 +238,16 @@ class LSGPTConfig(PreTrainedConfig):
             if not condition:
                 raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
 
-        heads_and_widths = (
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
             "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
-            "hidden_size",
             "intermediate_size",
-        )
-        for field in ("vocab_size", "num_hidden_layers", "max_position_embeddings", *heads_and_widths):
+            "max_position_embeddings",
+        ):
             require((getattr(self, field) or 0) > 0, field, "a positive integer")
         heads, groups = self.num_attention_heads, self.num_attention_heads // self.num_key_value_heads
         require(
