@@ -15,12 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from lsgpt.training.data import train_tokenizer
-from lsgpt.training.metrics import (
-    LanguageModelingMetrics,
-    TokenMetrics,
-    count_bytes,
-    token_losses,
-)
+from lsgpt.training.metrics import LanguageModelingMetrics, count_bytes, token_losses
+from lsgpt.training.token_metrics import TokenMetrics
 
 
 TEXTS = [
@@ -313,7 +309,7 @@ import json, sys
 from pathlib import Path
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from lsgpt import LSGPTForCausalLM
-from lsgpt.training.metrics import LanguageModelingMetrics, TokenMetrics, token_losses
+from lsgpt.training import LanguageModelingMetrics, TokenMetrics, token_losses
 
 folder = Path(sys.argv[1])
 given = json.loads((folder / "given.json").read_text())
