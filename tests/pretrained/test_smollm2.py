@@ -4,6 +4,7 @@ Named on the command line only (`make test-pretrained`): it needs that package, 
 Python's standard library; trainings are a few steps long.
 """
 
+import copy
 import math
 import re
 import shlex
@@ -41,15 +42,27 @@ def folder(tmp_path_factory):
         yield folder
 
 
+@pytest.fixture(scope="module")
+def source(folder):
+    """The model, converted with all heads global, and saved as on the Hub: reading the GGUF file takes long."""
+    assert lsgpt_cli.main(["convert", SOURCE, "global"]) == 0
+    model = load_pretrained(SOURCE)
+    config = copy.deepcopy(model.config)
+    del config.quantization_config  # of the GGUF file
+    saved = LlamaForCausalLM(config)
+    saved.load_state_dict(model.state_dict())
+    for part in (saved, AutoTokenizer.from_pretrained("global")):
+        part.save_pretrained("source")
+    return model
+
+
 def run(command, *options):
-    """A command of the page, with the GGUF file in place of the model's name, and less text."""
-    names = {"HuggingFaceTB/SmolLM2-135M-Instruct": SOURCE, "books": "stdlib"}
+    """A command of the page, with the saved source in place of the model's name, and less text."""
+    names = {"HuggingFaceTB/SmolLM2-135M-Instruct": "source", "books": "stdlib"}
     assert lsgpt_cli.main([*(names.get(word, word) for word in COMMANDS[command]), *options]) == 0
 
 
-def test_with_all_heads_global_it_is_the_source(folder):
-    assert lsgpt_cli.main(["convert", SOURCE, "global"]) == 0
-    source = load_pretrained(SOURCE)
+def test_with_all_heads_global_it_is_the_source(source):
     assert type(source) is LlamaForCausalLM
     model, tokenizer = AutoModelForCausalLM.from_pretrained("global"), AutoTokenizer.from_pretrained("global")
     ids = tokenizer(DOC, return_tensors="pt").input_ids[:, :300]
@@ -64,7 +77,7 @@ def test_with_all_heads_global_it_is_the_source(folder):
     assert "Paris" in tokenizer.decode(answers[1][0])
 
 
-def test_soft_grpo_trains_it(folder):
+def test_soft_grpo_trains_it(source):
     model, tokenizer = AutoModelForCausalLM.from_pretrained("global"), AutoTokenizer.from_pretrained("global")
     tokenizer.add_tokens("</think>")
     model.resize_token_embeddings(len(tokenizer))
@@ -94,7 +107,7 @@ def test_soft_grpo_trains_it(folder):
     assert not torch.equal(after, before)
 
 
-def test_the_commands_of_the_page(folder, capsys):
+def test_the_commands_of_the_page(source, capsys):
     run("convert", "--max-blocks", "1")
     config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
     assert sum(config.num_global_heads_per_layer) == 48 and config.sliding_window == 221
