@@ -3,14 +3,12 @@
 from .compare import RecipeArms, compare
 from .registry import STUDIES, load_study
 from .runner import read_lines, read_runs, run_study, write_report
-from .study import Runs, Scale, Study, TrainingStudy
+from .study import Study, TrainingStudy
 
 
 __all__ = [
     "STUDIES",
     "RecipeArms",
-    "Runs",
-    "Scale",
     "Study",
     "TrainingStudy",
     "compare",
