@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, Trainer
 
+from lsgpt.configuration import load_recipe
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, first_blocks
@@ -123,7 +124,7 @@ class TrainingStudy(Study):
     with the recipe as in `lsgpt compare`.
     """
 
-    recipe = "micro"
+    recipe: str = "micro"
     fields: Mapping[str, Any] = {}
     """Fields that replace those of the recipe in all arms."""
 
@@ -139,10 +140,8 @@ class TrainingStudy(Study):
 
     def base(self, fields: Sequence[str]) -> Arguments:
         """The recipe of all arms, with the command-line fields applied."""
-        given = {field.split("=")[0].removeprefix("--").replace("-", "_") for field in fields}
         changes = {"logging_steps": 1, **self.fields}  # spikes and the loss before training are about single steps
-        changes = {name: value for name, value in changes.items() if name not in given}
-        return join_arm(parse_arguments(self.recipe, fields).recipe, self.name, changes)
+        return join_arm({"config_overrides": None, **load_recipe(self.recipe)}, self.name, changes, fields)
 
     def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """Trains, or resumes from the last checkpoint, and collects the results."""
