@@ -80,7 +80,7 @@ def test_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     write_inputs(tmp_path, max_steps=30, eval_steps=15)  # long enough that the signal comes before the end
     program = fresh.Program("-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls", "--seeds", "1")
     folder = tmp_path / "runs" / "compare-tiny"
-    program.wait_until((folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists)
+    program.wait_until((folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists, timeout=300)
     program.process.terminate()  # SIGTERM
     assert program.wait() == 2
     assert "Run the same command again to continue" in program.errors
