@@ -381,7 +381,7 @@ def _study(argv: list[str]) -> int:
         print(write_report(study, args.report))
         return 0
     only = [name for name in args.only.split(",") if name]
-    run_study(study.name, args.seeds, only, args.output_dir, args.processes, fields)
+    run_study(study, args.seeds, only, args.output_dir, args.processes, fields)
     return 0
 
 

@@ -11,8 +11,7 @@ import torch
 from lsgpt.training.results import finite
 from lsgpt.utilities.environment import describe_environment
 
-from .compare import RecipeArms
-from .registry import load_study
+from . import RecipeArms, load_study
 from .runner import result_file
 
 

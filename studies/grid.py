@@ -44,7 +44,7 @@ class Grid(TrainingStudy):
 
     def report(self, runs: Runs, folder: Path) -> str:
         """A table of the final figures, and plots."""
-        sections = [tabulate(runs, FINAL)]
+        sections = [tabulate(runs, FINAL, diverged=True)]
         for file, xlabel, arms, metric in self.series:
             curves = {label: over(runs, places, metric) for label, places in arms.items()}
             ylabel = "largest |logit| on the way" if metric == LOGIT else "final validation loss (nats per token)"

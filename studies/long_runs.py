@@ -135,7 +135,7 @@ def over_steps(runs: Runs, folder: Path) -> str:
     }
     gaps: Any = pairs_of(runs)  # `picture` draws a curve of whatever stands for a run
     sections = [
-        tabulate(runs, FINAL),
+        tabulate(runs, FINAL, diverged=True),
         picture(folder / "loss.png", "Training loss", runs, lambda run: run["curves"]["loss"], STEP, TRAINING_LOSS),
         picture(
             folder / "gap.png", "Gap between the training losses", gaps, gap, STEP, f"difference in {TRAINING_LOSS}"
@@ -248,7 +248,7 @@ class LongRuns(TrainingStudy):
                 if local in chain.from_iterable(of_arm[0]["looks"]["is_local"])
             }
             columns = {title: _looks(name, local) for name, (title, _) in FIGURES.items()}
-            text.append(tabulate(having, columns, f"{kind} heads"))
+            text += [tabulate(having, columns, f"{kind} heads")] if having else []
         titles = [title for title, _ in FIGURES.values()]
         for what, size in (("every earlier key", max(self.contexts)), (f"the last {self.window} keys", self.window)):
             values = uniform_figures(max(self.contexts), size, self.window).values()
@@ -259,7 +259,7 @@ class LongRuns(TrainingStudy):
 
 
 def _with_interval(values: Sequence[float]) -> str:
-    return decide(values, [0.0] * len(values), False, None).format_effect()
+    return decide(values, [0.0] * len(values), False, None).format_effect().replace("95% interval ", "")
 
 
 SCHEDULE = {

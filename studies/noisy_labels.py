@@ -90,7 +90,7 @@ Until all runs had been made, a claim was about two of three exponents, by two s
         "baselines": Comparison(
             "ours",
             WRONG,
-            highest("gce or sce", ("gce", "sce"), "whichever is better,"),
+            highest("gce or sce", ("gce", "sce"), "(whichever is better)"),
             highest("e0.9 to e0.5", EXPONENTIATED, "at the best exponent"),
             margin=CLOSE,
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
 from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
 
@@ -93,6 +93,7 @@ def plot(path: str | Path, curves: Curves, xlabel: str, ylabel: str, log_x: bool
         if log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(NUMBER)
+            axes.yaxis.set_minor_formatter(LogFormatter())
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)

@@ -14,7 +14,6 @@ from lsgpt.utilities import format_duration, suggest, table
 
 from .comparisons import POWER, Runs, smallest_effect, title_of
 from .processes import Command, run_commands
-from .registry import load_study
 from .study import Study
 
 
@@ -25,7 +24,7 @@ FIELDS_FILE = "fields.json"
 
 
 def run_study(
-    name: str,
+    study: Study,
     num_seeds: int | None = None,
     only: Sequence[str] = (),
     output_dir: str | Path | None = None,
@@ -36,7 +35,7 @@ def run_study(
     Performs the missing runs of a study, and writes its report after each of them.
 
     Args:
-        name: One of `STUDIES`.
+        study: One of `STUDIES`.
         num_seeds: Number of seeds, counting up from the study's first (42 in most); by default the study's.
         only: Names of arms, or patterns such as `ls-*`; all arms by default.
         output_dir: Output folder, `runs/study-NAME` by default. Runs whose results it already holds are skipped;
@@ -48,26 +47,27 @@ def run_study(
         The path of the report.
 
     Raises:
-        ValueError: A name is unknown, a value is invalid, or the folder holds runs with other fields. Raised before
+        ValueError: An arm is unknown, a value is invalid, or the folder holds runs with other fields. Raised before
             the first run.
         ImportError: A package that the study needs is missing. Raised before the first run.
         ChildProcessError: A run failed; the message names the file with its output.
     """
-    study = load_study(name)
     if num_seeds is not None and num_seeds < 1:
         raise ValueError(f"`--seeds` must be at least 1; got {num_seeds}")
     if fields and study.recipe is None:
-        raise ValueError(f"the study {name} has no recipe whose fields could be replaced; got {' '.join(fields)}")
+        raise ValueError(
+            f"the study {study.name} has no recipe whose fields could be replaced; got {' '.join(fields)}"
+        )
     for pattern in only:
         if not fnmatch.filter(study.arms, pattern):
             raise ValueError(
-                f"`--only` must name arms of {name}, which are {', '.join(study.arms)}; got {pattern!r}"
+                f"`--only` must name arms of {study.name}, which are {', '.join(study.arms)}; got {pattern!r}"
                 f"{suggest(pattern, study.arms)}"
             )
     arms = [arm for arm in study.arms if not only or any(fnmatch.fnmatch(arm, pattern) for pattern in only)]
     for arm in arms:
         study.check(arm, fields)
-    folder = Path(output_dir or Path("runs") / f"study-{name}")
+    folder = Path(output_dir or Path("runs") / f"study-{study.name}")
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     file = work / FIELDS_FILE
@@ -196,16 +196,17 @@ def write_report(study: Study, folder: str | Path) -> Path:
     changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""
     claims, again, wanted = "", "", ""
     if study.comparisons:
-        except_for = ",\nexcept for the changes described below" if study.changes else ""
+        except_for = ", except for the changes described below" if study.changes else ""
         claims = f"""{study.question}
 
 ## Claims
 
-The criteria were written down before the runs{except_for}. Effects are mean differences between runs with the same
-seed, the first minus the second, with 95% intervals (Student's t). The loss of a run that diverged counts as infinite;
-where values are infinite, a verdict requires all runs of one arm and none of the other. A claim stays open as long as
-its runs are missing. With {study.num_seeds} seeds, an effect is found with a probability of {POWER:.0%} if it is
-{smallest_effect(study.num_seeds):.2g} times as large as the standard deviation of the differences.
+The criteria were written down before the runs{except_for}.
+Effects are mean differences between runs with the same seed, the first minus the second, with 95% intervals (Student's
+t). The loss of a run that diverged counts as infinite; where values are infinite, a verdict requires all runs of one
+arm and none of the other. A claim stays open as long as its runs are missing. With {study.num_seeds} seeds, an effect
+is found with a probability of {POWER:.0%} if it is {smallest_effect(study.num_seeds):.2g} times as large as the
+standard deviation of the differences.
 
 {word_comparisons(study, runs)}
 

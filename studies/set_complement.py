@@ -68,26 +68,24 @@ local heads, which never see more tokens than in training?"""
     protocol = """\
 A row is a random order of all tokens of the vocabulary, of which training shows the beginning. Each token but the
 first is to be predicted from those before it; all tokens that have not occurred yet are equally likely, so that the
-right answer after s of v tokens is the uniform distribution over the other v - s, of which training sees one sample.
-The measure is the total variation distance between the model's distribution and the right one, from 0 to 1, after
-every number of tokens, in 512 new rows; beyond the trained length means averaged over all longer inputs. (The uniform
-distribution over all tokens is at the distance s / v.) A training whose loss becomes NaN or infinite ends before that
-step, and is measured like the others. The table also shows the Kullback-Leibler divergence from the right
-distribution.
+right answer after s of v tokens is the uniform distribution over the other v - s. The measure is the total variation
+distance of the model's distribution from it, from 0 to 1, after every number of tokens, in 512 new rows; beyond the
+trained length means averaged over all longer inputs. A training whose loss becomes NaN or infinite ends before that
+step, and is measured like the others.
 
-The arms are architectures without positions, since a set has no order: small models, `mhsa` with only global heads
-and `ls` with one in each layer; and `attention-only`, a single layer of multi-head attention between embeddings and
-logits, as in the theory of that paper, without MLP, norm or residual connection. Each run trains its architecture
-three times: plain, with pre-norm blocks and without dropout; with dropout of attention weights, embeddings and branch
-outputs; and post-norm, with the norms after the sums instead of before the branches, in `attention-only` after the
-attention. Two averages of the weights (EMA and BEMA) are taken in each training, which they do not change.
+The arms have no positions, since a set has no order: small models, `mhsa` with only global heads and `ls` with one in
+each layer; and `attention-only`, a single layer of multi-head attention between embeddings and logits, as in the
+theory of that paper. Each run trains its architecture three times: plain, with pre-norm blocks and without dropout;
+with dropout of attention weights, embeddings and branch outputs; and post-norm, with the norms after the sums instead
+of before the branches. Two averages of the weights (EMA and BEMA) are taken in each training, which they do not
+change.
 
-It is a random search: a seed draws initial weights, rows and hyperparameters, which are the same for everything that
-is compared. Drawn on a logarithmic scale are the learning rate, the weight decay, the dropout, the horizon of EMA (1
-/ (1 - decay), in steps), and the number of steps between updates of BEMA. (Its exponents are the published ones.
-Updated every 400 steps, as published, it would be little more than the initial weights after so short a training.)
-With even chances, the learning rate stays constant or falls to a tenth on a cosine. Sizes: v = 16, trained on inputs
-of up to 5 tokens; 2 layers of 4 heads of width 12, W = 3; 1,000 steps of 64 rows."""
+A seed draws initial weights, rows and hyperparameters, which are the same for everything that is compared: on a
+logarithmic scale, the learning rate, the weight decay, the dropout, the horizon of EMA (1 / (1 - decay), in steps),
+and the number of steps between updates of BEMA (every 400 steps, as published, it would be little more than the
+initial weights after so short a training); with even chances, the learning rate stays constant or falls to a tenth on
+a cosine. Sizes: v = 16, trained on inputs of up to 5 tokens; 2 layers of 4 heads of width 12, W = 3; 1,000 steps of
+64 rows."""
     changes = """\
 Until all runs had been made, a claim was about two of three models or trainings, by two standard errors of the
 differences. It was replaced by one claim for each of them, with intervals by Student's t."""
@@ -199,7 +197,7 @@ differences. It was replaced by one claim for each of them, with intervals by St
         ]
         head = [f"{weights}, {rate} rate" for rate, weights in product(("constant", "falling"), WEIGHTS[1:])]
         sections = [
-            tabulate(trained, columns, "trained"),
+            tabulate(trained, columns, "trained", diverged=True),
             "What an average of the weights adds to the distance beyond the trained length in plain training, at a "
             f"constant and at a falling learning rate:\n\n{table(rows, ['arm', *head])}",
         ]

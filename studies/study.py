@@ -169,7 +169,7 @@ class TrainingStudy(Study):
 
     def report(self, runs: Runs, folder: Path) -> str:
         """The final figures."""
-        return tabulate(runs, FINAL)
+        return tabulate(runs, FINAL, diverged=True)
 
 
 def join_arm(base: dict, name: str, fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Arguments:
@@ -275,18 +275,17 @@ FINAL = {
 """The final figures of training runs."""
 
 
-def tabulate(runs: Runs, columns: Mapping[str, Metric], first: str = "arm") -> str:
-    """A table of metrics, one row for each arm. Runs that say whether they diverged have a column for that."""
-    tells = any("diverged" in run for of_arm in runs.values() for run in of_arm)
+def tabulate(runs: Runs, columns: Mapping[str, Metric], first: str = "arm", diverged: bool = False) -> str:
+    """A table of metrics, one row for each arm; `diverged` adds the number of runs that diverged."""
     rows = [
         [
             f"`{arm}`",
             *(format_values([metric.of(run) for run in of_arm], metric.digits) for metric in columns.values()),
-            *([f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}"] if tells else []),
+            *([f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}"] if diverged else []),
         ]
         for arm, of_arm in runs.items()
     ]
-    return table(rows, [first, *columns, *(["diverged"] if tells else [])])
+    return table(rows, [first, *columns, *(["diverged"] if diverged else [])])
 
 
 def picture(

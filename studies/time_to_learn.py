@@ -125,10 +125,10 @@ class TimeToLearn(Study):
     name = "time-to-learn"
     title = "Time to learn recall and copying"
     question = """\
-LS-attention keeps one head or a few for the distant past, because long-range dependencies are sparse. Language
-modelling rewards little but the recent past. How many steps does it take to learn tasks that are all about the
-distant past, with 0, 1, 2, 3 and 6 of 6 heads global? (In an earlier study, long-range, models with all heads global
-had not begun to learn recall after 1,500 steps, a number that was chosen on one of its seeds.)"""
+LS-attention keeps one head or a few for the distant past, because long-range dependencies are sparse. How many steps
+does it take to learn tasks that are all about the distant past, with 0, 1, 2, 3 and 6 of 6 heads global? (In the
+earlier study long-range, models with all heads global had not begun to learn recall after 1,500 steps, a number that
+was chosen on one of its seeds.)"""
     protocol = f"""\
 Two tasks, in which every row is new. In `recall` (multi-query associative recall, arXiv:2312.04927), a row consists
 of pairs of a random key and the value drawn for it in this row; the answer is the value of any key that has occurred

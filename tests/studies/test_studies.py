@@ -66,7 +66,7 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     """Interruptions of real processes are tested with comparisons, which run on the same machinery."""
     monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_here)
     arm, fields = "ls-lr0.01", small_fields(block_size="64")
-    report = run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
+    report = run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
     (line,) = read_lines(report.parent)
     assert line["arm"] == arm and line["values"]["step"] == 4 and line["environment"]["commit"]
     again = load_study("learning-rates").run(arm, 42, tmp_path / "again", fields)
@@ -81,7 +81,7 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     assert lsgpt_cli.main(["study", "learning-rates", "--report", str(copy)]) == 0
     assert (copy / "report.md").read_text() == text
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
-        run_study("learning-rates", num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
+        run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
 
     # A crash while the line was written: the run's results are still there, and become a line again.
     runs_file = report.parent / "runs.jsonl"
@@ -89,7 +89,7 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     runs_file.write_text(whole + whole[:100])
     assert read_lines(report.parent) == [line]
     runs_file.write_text(whole[:100])
-    run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
+    run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
     assert [(line["arm"], line["values"]) for line in read_lines(report.parent)] == [(arm, line["values"])]
 
 
