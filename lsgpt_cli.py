@@ -82,7 +82,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "study",
         help="check a claim of the paper by experiment; without a name, list the studies: "
-        "lsgpt study [NAME] [--scale micro|paper] [--field value ...]",
+        "lsgpt study [NAME] [--field value ...]",
     )
 
     commands.add_parser(
@@ -354,31 +354,25 @@ def _study(argv: list[str]) -> int:
     from lsgpt.studies import STUDIES, load_study, read_lines, run_study, write_report
 
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: lsgpt study NAME [--help] [--scale micro|paper] [--field value ...]\n")
-        studies = [load_study(name) for name in STUDIES]
-        width = max(len(study.title) for study in studies) + 2
-        for name, study in zip(STUDIES, studies):
-            print(f"  {name:<22}{study.title:<{width}}{study.scales['micro'].hours:g} h on two CPU cores")
+        print("usage: lsgpt study NAME [--help] [--field value ...]\n")
+        width = max(len(study.title) for study in STUDIES.values()) + 2
+        for name, study in STUDIES.items():
+            print(f"  {name:<22}{study.title:<{width}}{study.hours:g} h on two CPU cores")
         return 0
     study = load_study(argv[0])
     parser = argparse.ArgumentParser(
         prog=f"lsgpt study {study.name}",
-        usage=f"lsgpt study {study.name} [--scale micro|paper] [--only ARM,...] [--field value ...]",
+        usage=f"lsgpt study {study.name} [--only ARM,...] [--field value ...]",
         description=study.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--scale", default="micro", help="micro, for two CPU cores, or paper, for a GPU; default: micro"
-    )
-    parser.add_argument("--seeds", type=_positive_int, help="number of seeds; default: the scale's")
+    parser.add_argument("--seeds", type=_positive_int, help="number of seeds; default: the study's")
     parser.add_argument("--only", default="", help="comma-separated names of arms, or patterns such as 'ls-*'")
     parser.add_argument(
-        "--output-dir", "--output_dir", metavar="FOLDER", help="folder to write into; default: runs/study-NAME-SCALE"
+        "--output-dir", "--output_dir", metavar="FOLDER", help="folder to write into; default: runs/study-NAME"
     )
-    parser.add_argument(
-        "--processes", type=_positive_int, help="number of runs at a time; default: one per core at micro"
-    )
+    parser.add_argument("--processes", type=_positive_int, help="number of runs at a time; default: one per core")
     parser.add_argument("--report", metavar="FOLDER", help="only write the report of the runs in FOLDER again")
     args, fields = parser.parse_known_args(argv[1:])
     if args.report:
@@ -387,7 +381,7 @@ def _study(argv: list[str]) -> int:
         print(write_report(study, args.report))
         return 0
     only = [name for name in args.only.split(",") if name]
-    run_study(study.name, args.scale, args.seeds, only, args.output_dir, args.processes, fields)
+    run_study(study, args.seeds, only, args.output_dir, args.processes, fields)
     return 0
 
 

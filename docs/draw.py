@@ -5,7 +5,6 @@ Each is an SVG file for light pages and one for dark pages. As in the plots of r
 heads and models without others, orange for local heads and LSGPT, and grey for everything else.
 """
 
-import importlib.util
 import json
 import re
 import sys
@@ -23,7 +22,7 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import GLOBAL as GLOBAL_HEADS
 from lsgpt.modeling_lsgpt import LOCAL as LOCAL_HEADS
 from lsgpt.modeling_lsgpt import LSGPTConfig, describe_visibility
-from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL
+from lsgpt.utilities.plots import GLOBAL, LOCAL
 
 
 DOCS = Path(__file__).parent
@@ -163,54 +162,6 @@ def bars(axes: Axes, scheme: str, rows: dict[str, list], names: tuple[str, str] 
     axes.tick_params(length=0)
 
 
-def largest_logits(figure: Figure, scheme: str):
-    """The largest attention logit over 20,000 steps, with the paper's bounds."""
-    figure.set_size_inches(7.5, 3.6)
-    axes = figure.subplots()
-    runs = (ROOT / "studies" / "results" / "long-training" / "runs.jsonl").read_text(encoding="utf-8").splitlines()
-    looks = {"mhsa": ("all heads global", GLOBALS[scheme]), "ls": ("LS-attention", LOCAL)}
-    ends: dict[str, list[float]] = {}
-    for line in map(json.loads, runs):
-        steps, logits = zip(*line["values"]["curves"]["max_logit"])
-        axes.plot(steps, logits, color=looks[line["arm"]][1], linewidth=1.2)
-        ends.setdefault(line["arm"], []).append(logits[-1])
-    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-    for arm, (label, color) in looks.items():
-        axes.annotate(label, (1, float(np.exp(np.mean(np.log(ends[arm]))))), (6, 0), color=color, **beside)
-    for bound, what in ((50, "paper: below 50"), (200, "paper: above 200")):
-        axes.axhline(bound, color=BASELINE, linewidth=1, linestyle="--")
-        axes.annotate(what, (1, bound), (6, 0), color=BASELINE, **beside)
-    axes.margins(x=0)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(NUMBER)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(NUMBER)
-    axes.set_xlabel("training step")
-    axes.set_title("largest attention logit, two seeds of each model")
-    plain(axes)
-
-
-def scoreboard(figure: Figure, scheme: str):
-    """How many comparisons support the paper's claims, and how many do not."""
-    spec = importlib.util.spec_from_file_location("check_claims", DOCS / "check_claims.py")
-    check_claims = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check_claims)
-    _, *counts = map(int, check_claims.count_verdicts((DOCS / "claims.md").read_text(encoding="utf-8")))
-    names = ["supported", "contradicted", "equal", "inconclusive"]
-    colors = ["#009e73", "#b3261e", "#56b4e9", BASELINE]
-    figure.set_size_inches(7.5, 1.3)
-    axes = figure.subplots()
-    start = 0
-    for name, count, color in zip(names, counts, colors):
-        if count:
-            axes.barh(0, count, left=start, color=color, height=0.5)
-            axes.text(start + count / 2, 0, count, ha="center", va="center", color="white", fontsize=12)
-            axes.text(start + count / 2, 0.42, name, ha="center", va="bottom", color=color)
-        start += count
-    axes.set_axis_off()
-    axes.set_ylim(-0.35, 0.8)
-
-
 def plain(axes: Axes):
     """Leaves out the frame, except for the axes."""
     axes.spines[["top", "right"]].set_visible(False)
@@ -220,8 +171,6 @@ PICTURES: dict[str, Callable[[Figure, str], None]] = {
     "masks": masks,
     "cache-and-speed": cache_and_speed,
     "conversion": conversion,
-    "largest-logits": largest_logits,
-    "scoreboard": scoreboard,
 }
 
 

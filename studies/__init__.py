@@ -1,16 +1,23 @@
 """The paper's claims as experiments that anyone can run."""
 
+from lsgpt.utilities import suggest
+
 from .compare import RecipeArms, compare
-from .registry import STUDIES, load_study
+from .degrees_of_freedom import DegreesOfFreedom
+from .equal_time import EqualTime
+from .grid import LearningRates, Lengths, SparseDependencies, Stabilizers
+from .long_runs import LongTraining, PaperSize, PositionsLong
+from .noisy_labels import NoisyLabels
 from .runner import read_lines, read_runs, run_study, write_report
-from .study import Runs, Scale, Study, TrainingStudy
+from .set_complement import SetComplement
+from .soft_thinking import SoftThinking
+from .study import Study, TrainingStudy
+from .time_to_learn import TimeToLearn
 
 
 __all__ = [
     "STUDIES",
     "RecipeArms",
-    "Runs",
-    "Scale",
     "Study",
     "TrainingStudy",
     "compare",
@@ -20,3 +27,30 @@ __all__ = [
     "run_study",
     "write_report",
 ]
+
+STUDIES: dict[str, Study] = {
+    study.name: study()
+    for study in (
+        PaperSize,
+        PositionsLong,
+        EqualTime,
+        TimeToLearn,
+        LongTraining,
+        LearningRates,
+        Stabilizers,
+        Lengths,
+        SparseDependencies,
+        DegreesOfFreedom,
+        SetComplement,
+        NoisyLabels,
+        SoftThinking,
+    )
+}
+"""The studies by their names on the command line."""
+
+
+def load_study(name: str) -> Study:
+    """Returns a study by its name. Raises `ValueError` with the nearest name if there is none."""
+    if name not in STUDIES:
+        raise ValueError(f"the study must be one of {', '.join(STUDIES)}; got {name!r}{suggest(name, STUDIES)}")
+    return STUDIES[name]

@@ -1,4 +1,4 @@
-"""Performs one run of a study: `python -m lsgpt.studies NAME SCALE ARM SEED FOLDER [--field value]`."""
+"""Performs one run of a study: `python -m lsgpt.studies NAME ARM SEED FOLDER [--field value]`."""
 
 import json
 import sys
@@ -11,23 +11,21 @@ import torch
 from lsgpt.training.results import finite
 from lsgpt.utilities.environment import describe_environment
 
-from .compare import RecipeArms
-from .registry import load_study
+from . import RecipeArms, load_study
 from .runner import result_file
 
 
-def main(name: str, scale: str, arm: str, seed: str, folder: str, *fields: str):
+def main(name: str, arm: str, seed: str, folder: str, *fields: str):
     """Performs the run and writes its results and a description of the environment to `FOLDER/ARM/seed-SEED.json`."""
     # With large logits, many probabilities are below 1e-38, where float32 is denormal and attention on a CPU takes
     # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
     start, environment = time.perf_counter(), describe_environment()  # the commit that the run begins with
     study = RecipeArms(Path(folder)) if name == RecipeArms.name else load_study(name)
-    values = study.run(arm, int(seed), scale, Path(folder), fields)
+    values = study.run(arm, int(seed), Path(folder), fields)
     line = {
         "arm": arm,
         "seed": int(seed),
-        "scale": scale,
         "fields": list(fields),
         "seconds": round(time.perf_counter() - start, 1),
         "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,6 +1,6 @@
 """`lsgpt compare`: arms of a recipe as a study without claims, with the machinery of all studies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ from lsgpt.training.results import RunResult
 from lsgpt.utilities import suggest, table, with_unit
 from lsgpt.utilities.plots import CONTEXT_LABEL
 
-from .comparisons import format_values
-from .plots import plot
+from .comparisons import Runs, format_values
 from .runner import make_runs
-from .study import Runs, Scale, TrainingStudy, join_arm, points
+from .study import TrainingStudy, join_arm, picture
 
 
 COMPARISON_FILE = "comparison.yaml"
 """The recipe that all arms of a comparison share, and the fields of each arm."""
-
-SCALE = "recipe"
 
 
 def compare(
@@ -80,9 +77,9 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     study = RecipeArms(folder)
-    study.prepare(SCALE, folder, ())
+    study.prepare(folder, ())
     wanted = [(arm, base.training.seed + i) for i in range(num_seeds) for arm in arms]
-    return make_runs(study, SCALE, wanted, folder, folder, num_processes)
+    return make_runs(study, wanted, folder, folder, num_processes)
 
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
@@ -107,18 +104,13 @@ class RecipeArms(TrainingStudy):
         "run, and the speed the median over its steps, without waiting for data."
     )
     comparisons = {}
-    scales = {SCALE: Scale(None, {}, 1, 0.0)}
 
     def __init__(self, folder: Path):
         content = yaml.safe_load((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
-        self._recipe, self._arms = content["recipe"], content["arms"]
+        self._recipe, self.arms = content["recipe"], content["arms"]
         self.title = f"Comparison: {self._recipe['run_name']}"
 
-    def arms(self, scale: str) -> Mapping[str, Any]:
-        """Recipe fields of each arm."""
-        return self._arms
-
-    def base(self, scale: str, fields: Sequence[str]) -> Arguments:
+    def base(self, fields: Sequence[str]) -> Arguments:
         """The recipe that the arms share."""
         return parse_arguments(self._recipe)
 
@@ -133,7 +125,7 @@ class RecipeArms(TrainingStudy):
         """A table of the results, plots, and what the arms are."""
         sections = [_results_table(runs)]
         step, loss = "optimizer step", "cross-entropy (nats per token)"
-        drawn = {
+        drawn: dict[str, tuple[str, Callable[[dict], Sequence], str, str, dict[str, bool]]] = {
             "loss": ("Training loss", lambda run: run["curves"]["loss"], step, loss, {}),
             "perplexity": (
                 "Evaluation perplexity",
@@ -157,12 +149,10 @@ class RecipeArms(TrainingStudy):
                 {"log_x": True},
             ),
         }
-        for name, (title, read, xlabel, ylabel, options) in drawn.items():
-            curves = {arm: [points(read(run)) for run in of_arm] for arm, of_arm in runs.items()}
-            if any(line for lines in curves.values() for line in lines):
-                plot(folder / f"{name}.png", curves, xlabel, ylabel, **options)
-                sections.append(f"![{title}]({name}.png)")
-        for title, content in (("What differs between the arms", self._arms), ("Recipe", self._recipe)):
+        for name, (title, curve, xlabel, ylabel, options) in drawn.items():
+            if any(curve(run) for of_arm in runs.values() for run in of_arm):
+                sections.append(picture(folder / f"{name}.png", title, runs, curve, xlabel, ylabel, **options))
+        for title, content in (("What differs between the arms", self.arms), ("Recipe", self._recipe)):
             sections.append(f"## {title}\n\n```yaml\n{yaml.safe_dump(content, sort_keys=False).strip()}\n```")
         return "\n\n".join(sections)
 

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -25,6 +24,9 @@ POWER = 0.8
 
 NEGLIGIBLE = 0.05
 """Margin of comparisons of losses, in nats per token, unless a study says otherwise."""
+
+Runs = Mapping[str, Sequence[dict]]
+"""The values of the runs of each arm, with their `seed`."""
 
 
 class Finding(NamedTuple):
@@ -41,6 +43,13 @@ class Finding(NamedTuple):
     """The ends of its 95% interval."""
     num_seeds: int = 0
 
+    def format_effect(self, digits: int = 3) -> str:
+        """The effect with its interval; empty where there is none."""
+        if not math.isfinite(self.effect):
+            return ""
+        interval = f" (95% interval {self.low:.{digits}f} to {self.high:.{digits}f})"
+        return f"{self.effect:+.{digits}f}" + (interval if math.isfinite(self.low) else "")
+
 
 class Metric(NamedTuple):
     """A number that every run has."""
@@ -48,7 +57,7 @@ class Metric(NamedTuple):
     words: str
     """What it is, as the subject of a sentence: "the final validation loss"."""
     read: str | Callable[[dict], float | None]
-    """Key of the run's values, with dots between the keys of nested dictionaries; or a function of the values."""
+    """Key of the run's values, with dots between keys and indices of what is nested; or a function of the values."""
     digits: int = 3
     is_loss: bool = False
     """Whether a run that diverged has an infinite value, whatever was measured on its last weights."""
@@ -62,33 +71,27 @@ class Metric(NamedTuple):
         else:
             value = run
             for key in self.read.split("."):
-                value = None if value is None else value[key]
+                value = value[int(key)] if isinstance(value, list) else value and value[key]
         return math.inf if value is None or math.isnan(value) else float(value)
 
 
 LOSS = Metric("the final validation loss", "eval_loss", 3, is_loss=True)
 LOGIT = Metric("the largest logit on the way", "max_logit", 1)
-DOUBLINGS = Metric(
-    "the base-2 logarithm of the largest logit on the way",
-    lambda run: math.inf if run["max_logit"] is None else math.log2(run["max_logit"]),
-    2,
-)
+DOUBLINGS = Metric("the base-2 logarithm of the largest logit on the way", lambda run: math.log2(LOGIT.of(run)), 2)
 
 
 class Best(NamedTuple):
-    """The best of several arms: the one with the lowest mean of `metric`, such as a model at its best rate."""
+    """The best of several arms, such as a model at its best rate: the one whose values have the lowest `score`."""
 
     name: str
     arms: tuple[str, ...]
     metric: Metric = LOSS
-    sign: int = 1
-    """-1 if the highest mean is the best."""
+    score: Callable[[list[float]], Any] = statistics.fmean
     what: str = "at its best rate"
 
-    def choose(self, runs: Mapping[str, Sequence[dict]]) -> str:
+    def choose(self, runs: Runs) -> str:
         """The name of the best arm. An arm that has not been run raises `KeyError`."""
-        means = {arm: self.sign * statistics.fmean(self.metric.of(run) for run in runs[arm]) for arm in self.arms}
-        return min(means, key=means.__getitem__)
+        return min(self.arms, key=lambda arm: self.score([self.metric.of(run) for run in runs[arm]]))
 
 
 class Across(NamedTuple):
@@ -129,84 +132,61 @@ class Comparison:
     With `equal=True`, the claim is equality, and contradicted if the interval excludes 0 and is not inside the margin.
     """
 
-    claim: str
     source: str
     """Who makes the claim."""
     metric: Metric
     first: Side
     second: Side
+    claim: str = ""
+    """The claim in words, where those made from the comparison are not enough."""
     _: KW_ONLY
     second_metric: Metric | None = None
     """The metric of `second`, if it is another one."""
     equal: bool = False
     margin: float | None = None
-    spread: float | None = None
-    """Standard deviation of the differences in earlier runs, for the smallest effect that can be seen."""
-    spread_from: str = ""
     gate: "Comparison | None" = None
     """A comparison that must be supported, or else nothing is said here."""
 
-    def criterion(self) -> str:
-        """When the claim counts as supported, and when as contradicted."""
+    def statement(self) -> str:
+        """What is compared, in words."""
         other = self.second_metric or self.metric
         of = "" if isinstance(self.first, float | int) else f"{self.metric.words} of "
-        subject = f"{of}{name_of(self.first)}"
         against = name_of(self.second)
         if not isinstance(self.second, float | int):
             against = f"that of {against}" if other == self.metric and of else f"{other.words} of {against}"
-        if isinstance(self.margin, float | int):
-            margin = f"{self.margin:g}"
-        pairs = "the difference, paired over seeds,"
+        relation = f"within {self.margin:g} of" if self.equal else "below"
+        return f"{of}{name_of(self.first)} is {relation} {against}"
+
+    def criterion(self) -> str:
+        """When the claim counts as supported, and when as contradicted."""
+        start = f"{self.statement()}: the 95% interval of the difference, paired over seeds, lies"
         if self.equal:
-            text = (
-                f"Equal: {subject} is within {margin} of {against}: the 95% interval of {pairs} lies inside "
-                f"±{margin}. Contradicted: the interval excludes 0 and does not lie inside."
-            )
+            text = f"Equal: {start} inside ±{self.margin:g}. "
+            text += "Contradicted: the interval excludes 0 and does not lie inside."
         else:
-            text = (
-                f"Supported: {subject} is below {against}: the 95% interval of {pairs} lies below 0. "
-                "Contradicted: it lies above 0."
-            )
+            text = f"Supported: {start} below 0. Contradicted: it lies above 0."
             if self.margin is not None:
-                text += f" Equal within {margin}: it includes 0 and lies inside ±{margin}."
-        if self.gate is not None:
-            text += f' Nothing is said unless this is supported: "{self.gate.claim}".'
-        return text
+                text += f" Equal within {self.margin:g}: it includes 0 and lies inside ±{self.margin:g}."
+        return text + _word_gate(self.gate)
 
-    def power(self, num_seeds: int) -> str:
-        """The smallest effect that `num_seeds` can be expected to show."""
-        if self.spread is None:
-            return f"No earlier run tells the spread; {_needed(num_seeds)}."
-        num_seeds = max(num_seeds, 2)
-        effect = smallest_effect(num_seeds, self.spread)
-        return (
-            f"With {num_seeds} seeds and a standard deviation of the differences of {self.spread:g} "
-            f"({self.spread_from}), a difference of {effect:.2g} is found with a probability of {POWER:.0%}."
-        )
-
-    def judge(self, runs: Mapping[str, Sequence[dict]]) -> Finding:
-        """Decides by the runs, `{arm: values of each run}` with a `seed` in each."""
+    def judge(self, runs: Runs) -> Finding:
+        """Decides by the runs."""
+        metrics = (self.metric, self.second_metric or self.metric)
         try:
-            sides = [_values(side, metric, runs) for side, metric in self._sides()]
+            sides = [_values(side, metric, runs) for side, metric in zip((self.first, self.second), metrics)]
         except KeyError:
             return Finding(OPEN)
         seeds = sorted(set.intersection(*(set(values) for _, values in sides if values is not None)))
         if not seeds:
             return Finding(OPEN)
-        by_seed = [[values[seed] if values is not None else side for seed in seeds] for side, values in sides]
-        figures = [
-            f"{format_values(values, metric.digits)} for {arm}{f', {metric.words}' if self.second_metric else ''}"
-            for values, (_, metric), (arm, taken) in zip(by_seed, self._sides(), sides)
-            if taken is not None
-        ]
-        finding = decide(by_seed[0], by_seed[1], self.equal, self.margin)._replace(figure=", ".join(figures))
-        if self.gate is not None and (gate := self.gate.judge(runs)).verdict != SUPPORTED:
-            figure = f'{finding.figure}; "{self.gate.claim}" is {gate.verdict}'
-            return finding._replace(verdict=OPEN if gate.verdict == OPEN else INCONCLUSIVE, figure=figure)
-        return finding
-
-    def _sides(self) -> list[tuple[Side, Metric]]:
-        return [(self.first, self.metric), (self.second, self.second_metric or self.metric)]
+        first, second = ([side if values is None else values[seed] for seed in seeds] for side, values in sides)
+        figures = []
+        for values, metric, (arm, by_seed) in zip((first, second), metrics, sides):
+            if by_seed is not None:
+                what = f", {metric.words.rstrip(',')}" if self.second_metric else ""
+                figures.append(f"{format_values(values, metric.digits)} for {arm}{what}")
+        finding = decide(first, second, self.equal, self.margin)._replace(figure=", ".join(figures))
+        return _pass_gate(self.gate, runs, finding)
 
 
 class Limit(NamedTuple):
@@ -233,41 +213,48 @@ class Limit(NamedTuple):
 class Bounds:
     """A claim with absolute criteria: supported if all limits hold in all seeds, contradicted if in none all do."""
 
-    claim: str
     source: str
     limits: tuple[Limit, ...]
+    claim: str = ""
     gate: Comparison | None = None
+
+    def statement(self) -> str:
+        """The bounds in words."""
+        return " and ".join(limit.criterion() for limit in self.limits)
 
     def criterion(self) -> str:
         """When the claim counts as supported, and when as contradicted."""
-        text = " and ".join(limit.criterion() for limit in self.limits)
-        text = f"Supported: in all seeds, {text}. Contradicted: in no seed."
-        return text if self.gate is None else f'{text} Nothing is said unless this is supported: "{self.gate.claim}".'
+        return f"Supported: in all seeds, {self.statement()}. Contradicted: in no seed.{_word_gate(self.gate)}"
 
-    def power(self, num_seeds: int) -> str:
-        """What the criterion asks of the seeds."""
-        return f"All of {num_seeds} seeds have to agree."
-
-    def judge(self, runs: Mapping[str, Sequence[dict]]) -> Finding:
+    def judge(self, runs: Runs) -> Finding:
         """Decides by the runs."""
         if any(limit.arm not in runs for limit in self.limits):
             return Finding(OPEN)
         by_seed = [{run["seed"]: limit.holds(run) for run in runs[limit.arm]} for limit in self.limits]
-        seeds = sorted(set.intersection(*(set(each) for each in by_seed)))
+        holds = [all(each[seed] for each in by_seed) for seed in set.intersection(*map(set, by_seed))]
+        if not holds:
+            return Finding(OPEN)
         figure = "; ".join(
             f"{limit.metric.words} of `{limit.arm}` "
             + format_values([limit.metric.of(run) for run in runs[limit.arm]], limit.metric.digits)
             for limit in self.limits
         )
-        if not seeds:
-            return Finding(OPEN)
-        holds = [all(each[seed] for each in by_seed) for seed in seeds]
         verdict = INCONCLUSIVE
-        if len(seeds) > 1:
+        if len(holds) > 1:
             verdict = SUPPORTED if all(holds) else INCONCLUSIVE if any(holds) else CONTRADICTED
-        if self.gate is not None and (gate := self.gate.judge(runs).verdict) != SUPPORTED:
-            verdict, figure = INCONCLUSIVE, f'{figure}; "{self.gate.claim}" is {gate}'
-        return Finding(verdict, figure, num_seeds=len(seeds))
+        return _pass_gate(self.gate, runs, Finding(verdict, figure, num_seeds=len(holds)))
+
+
+def _word_gate(gate: Comparison | None) -> str:
+    return "" if gate is None else f' Nothing is said unless this is supported: "{gate.claim}".'
+
+
+def _pass_gate(gate: Comparison | None, runs: Runs, finding: Finding) -> Finding:
+    """The finding if the gate is supported; otherwise, one that says nothing."""
+    if gate is None or (verdict := gate.judge(runs).verdict) == SUPPORTED:
+        return finding
+    figure = f'{finding.figure}; "{gate.claim}" is {verdict}'
+    return finding._replace(verdict=OPEN if verdict == OPEN else INCONCLUSIVE, figure=figure)
 
 
 @dataclass(frozen=True)
@@ -277,51 +264,52 @@ class Sooner:
     reached it for what they are. The probabilities are exact: those of all ways to divide the runs into two arms.
     """
 
-    claim: str
     source: str
     metric: Metric
     """The steps that were needed; more than `cap` stands for a run that was stopped before."""
     first: Best
     second: Best
     cap: float
+    claim: str = ""
+
+    def statement(self) -> str:
+        """What is compared, in words."""
+        return f"{name_of(self.first)} needs fewer steps than {name_of(self.second)}"
 
     def criterion(self) -> str:
         """When the claim counts as supported, and when as contradicted."""
         return (
-            f"Supported: {name_of(self.first)} needs fewer steps than {name_of(self.second)} by the log-rank test "
-            f"over seeds (two-sided exact p < {1 - CONFIDENCE:.2g}; runs that have not got there after "
-            f"{self.cap:,.0f} steps are censored). Contradicted: more steps by the same test."
+            f"Supported: {self.statement()} by the log-rank test over seeds (two-sided exact p < "
+            f"{1 - CONFIDENCE:.2g}; runs that have not got there after {self.cap:,.0f} steps are censored). "
+            "Contradicted: more steps by the same test."
         )
 
-    def power(self, num_seeds: int) -> str:
-        """How far apart the arms must be."""
-        separate = 2 / math.comb(2 * num_seeds, num_seeds)
-        return (
-            f"If all {num_seeds} runs of one arm are sooner than all of the other, p is {separate:.2g}; the test "
-            "needs arms that hardly overlap."
-        )
-
-    def judge(self, runs: Mapping[str, Sequence[dict]]) -> Finding:
+    def judge(self, runs: Runs) -> Finding:
         """Decides by the runs."""
         try:
             arms = [side.choose(runs) for side in (self.first, self.second)]
         except (KeyError, statistics.StatisticsError):
             return Finding(OPEN)
-        steps = [[self.metric.of(run) for run in runs[arm]] for arm in arms]
-        medians = [
-            f"median {format_steps(statistics.median(values), self.cap)} for `{arm}`"
-            for arm, values in zip(arms, steps)
-        ]
-        if min(map(len, steps)) < 2:
+        first, second = ([self.metric.of(run) for run in runs[arm]] for arm in arms)
+        num_seeds = min(len(first), len(second))
+        if num_seeds < 2:
             return Finding(OPEN)
-        statistic, p = log_rank(steps[0], steps[1], self.cap)
-        verdict = INCONCLUSIVE
-        if p < 1 - CONFIDENCE:
-            verdict = SUPPORTED if statistic > 0 else CONTRADICTED
-        return Finding(verdict, f"{', '.join(medians)}; p = {p:.2g}", num_seeds=min(map(len, steps)))
+        statistic, p = log_rank(first, second, self.cap)
+        decided = SUPPORTED if statistic > 0 else CONTRADICTED
+        medians = [
+            f"median {format_steps(statistics.median(steps), self.cap)} for `{arm}`"
+            for arm, steps in zip(arms, (first, second))
+        ]
+        figure = f"{', '.join(medians)}; p = {p:.2g}"
+        return Finding(decided if p < 1 - CONFIDENCE else INCONCLUSIVE, figure, num_seeds=num_seeds)
 
 
 Claim = Comparison | Bounds | Sooner
+
+
+def title_of(item: Claim) -> str:
+    """A claim in words."""
+    return item.claim or item.statement()
 
 
 def format_steps(steps: float, cap: float) -> str:
@@ -331,7 +319,7 @@ def format_steps(steps: float, cap: float) -> str:
 
 def log_rank(first: Sequence[float], second: Sequence[float], cap: float) -> tuple[float, float]:
     """
-    The log-rank test of two groups of times; those above `cap` are censored there.
+    The log-rank test of two groups of times; those above `cap` are censored there. (SciPy's has no exact p-value.)
 
     Returns:
         The observed events less those expected in the first group if both are equal: positive if the first group is
@@ -361,18 +349,20 @@ def decide(first: Sequence[float], second: Sequence[float], equal: bool, margin:
     effect = statistics.fmean(differences)
     if num_seeds < 2:
         return Finding(INCONCLUSIVE, effect=effect, num_seeds=num_seeds)
-    half = t_quantile(0.5 + CONFIDENCE / 2, num_seeds - 1) * statistics.stdev(differences) / math.sqrt(num_seeds)
+    half = half_width(differences)
     low, high = effect - half, effect + half
+    undecided = INCONCLUSIVE
     is_inside = margin is not None and -margin < low and high < margin
+    if is_inside:
+        undecided = f"equal within {margin:g}"
     if equal:
-        verdict = f"equal within {margin:g}" if is_inside else INCONCLUSIVE if low <= 0 <= high else CONTRADICTED
+        verdict = undecided if is_inside or low <= 0 <= high else CONTRADICTED
     else:
-        undecided = f"equal within {margin:g}" if is_inside else INCONCLUSIVE
         verdict = SUPPORTED if high < 0 else CONTRADICTED if low > 0 else undecided
     return Finding(verdict, effect=effect, low=low, high=high, num_seeds=num_seeds)
 
 
-def _values(side: Side, metric: Metric, runs: Mapping[str, Sequence[dict]]) -> tuple[Any, dict[int, float] | None]:
+def _values(side: Side, metric: Metric, runs: Runs) -> tuple[Any, dict[int, float] | None]:
     """The arm of a side and its values by seed, or the number that it is."""
     if isinstance(side, float | int):
         return float(side), None
@@ -384,19 +374,9 @@ def _values(side: Side, metric: Metric, runs: Mapping[str, Sequence[dict]]) -> t
     return f"`{arm}`", {run["seed"]: metric.of(run) for run in runs[arm]}
 
 
-def _needed(num_seeds: int) -> str:
-    return (
-        f"with {num_seeds} seeds, a difference is found with a probability of {POWER:.0%} if it is "
-        f"{smallest_effect(num_seeds, 1.0):.2g} times the standard deviation of the differences"
-        if num_seeds > 1
-        else "one seed is no verdict"
-    )
-
-
 def format_values(values: Sequence[float | None], digits: int = 3) -> str:
     """Formats the mean ± sample standard deviation of the finite values, and the number of values that are not."""
-    values = [math.nan if value is None else value for value in values]
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:
         return "not finite" if values else "-"
     spread = f" ± {statistics.stdev(finite):,.{digits}f}" if len(finite) > 1 else ""
@@ -404,23 +384,21 @@ def format_values(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{statistics.fmean(finite):,.{digits}f}{spread}{lost}"
 
 
-def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution."""
-    return float(stats.t.ppf(probability, degrees))
+def half_width(values: Sequence[float]) -> float:
+    """Half of the width of the 95% interval of the mean (Student's t) of at least two values."""
+    quantile = stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1)
+    return float(quantile) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def power_of(effect: float, num_seeds: int) -> float:
+def smallest_effect(num_seeds: int) -> float:
     """
-    The probability that the interval of `num_seeds` differences excludes 0 on the right side, if their mean is
-    `effect` times their standard deviation.
+    The mean difference, in standard deviations of the differences, whose interval excludes 0 on the right side with
+    the probability `POWER`, for at least two seeds.
     """
-    limit = t_quantile(0.5 + CONFIDENCE / 2, num_seeds - 1)
-    return float(stats.nct.sf(limit, num_seeds - 1, effect * math.sqrt(num_seeds)))
+    freedom = num_seeds - 1
+    limit = stats.t.ppf(0.5 + CONFIDENCE / 2, freedom)
 
+    def excess(effect: float) -> float:
+        return stats.nct.sf(limit, freedom, effect * math.sqrt(num_seeds)) - POWER
 
-@cache
-def smallest_effect(num_seeds: int, spread: float) -> float:
-    """The mean difference that is found with the probability `POWER`; infinite with fewer than two seeds."""
-    if num_seeds < 2:
-        return math.inf
-    return spread * optimize.brentq(lambda effect: power_of(effect, num_seeds) - POWER, 0.01, 100.0)
+    return optimize.brentq(excess, 0.01, 100.0)

@@ -1,17 +1,13 @@
 """How large must logits be for a low-rank product of queries and keys to express an attention pattern?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lsgpt.utilities import table
-
-from .comparisons import Comparison, Metric, format_values
-from .plots import plot
-from .study import Runs, Scale, Study, number, points
+from .comparisons import Comparison, Metric, Runs
+from .study import Study, number, picture, tabulate
 
 
 CLOSE_FIT = 0.1
@@ -25,6 +21,20 @@ def _log_logit(where: str, index: int, key: str = "max_logit") -> Metric:
     return Metric(words, lambda run: math.log2(number(run["fits"][index][key])), 2)
 
 
+SHORTEST, LONGEST = _log_logit("at the smallest n / d", 0), _log_logit("at the largest n / d", -1)
+SHORTEST_AT_CLOSE_FIT, LONGEST_AT_CLOSE_FIT = (
+    _log_logit(f"at the {size} n / d, at a divergence of 0.1 nats,", index, "max_logit_at_close_fit")
+    for size, index in (("smallest", 0), ("largest", -1))
+)
+DIVERGENCE = Metric(
+    "the Kullback-Leibler divergence at the largest n / d", lambda run: run["fits"][-1]["divergence"], 4
+)
+
+
+def _smaller(metric: Metric, first: str, second: str, second_metric: Metric | None = None) -> Comparison:
+    return Comparison("paper", metric, first, second, second_metric=second_metric)
+
+
 class DegreesOfFreedom(Study):
     """Fits free queries and keys to attention patterns, without a network."""
 
@@ -33,137 +43,78 @@ class DegreesOfFreedom(Study):
     question = """\
 The paper explains exploding logits by counting: an attention matrix with dense local structure has nearly full rank,
 and queries and keys of width d offer O(n d) numbers for it. Where n is much larger than d, a causal softmax could
-only express it with large logits, while a softmax over the window alone has no need to, and patterns that are sparse
-are no trouble. Is that so when nothing but queries and keys is fitted?"""
+express it only with large logits, whereas a softmax over the window alone has no need to, and patterns that are
+sparse cause no problem. Is this so when nothing but queries and keys is fitted?"""
     protocol = """\
 Queries and keys, n vectors of width d each, are free parameters, which Adam (its rate falling to zero on a cosine)
 fits to a target attention by the cross-entropy of its rows. Targets: `dense-local`, the softmax of standard normal
-numbers over the window of each query; `sparse`, the same over a few keys drawn from the whole past; `mixed`, the
-mean of the two. The softmax of the fit is `causal`, over the whole past, or `windowed`, over the window. (A windowed
-one cannot express the other two targets at all.) At `micro` d = 16, windows have 32 keys, and sparse targets 4.
-Measured at the end: the largest |logit|, q k / sqrt(d), of all pairs in the softmax, and the Kullback-Leibler
-divergence of the fit from the target, in nats per query. Both depend on the number of steps, since an ever better
-fit may take ever larger logits. So the largest |logit| is also given for the moment at which the divergence fell
-below 0.1 nats, and is not finite where it never did."""
+numbers over the window of each query; `sparse`, the same over a few keys drawn from the whole past; `mixed`, the mean
+of the two. The softmax of the fit is `causal`, over the whole past, or `windowed`, over the window. Here d = 16,
+windows have 32 keys, and sparse targets 4. Measured at the end: the largest |logit|, q k / sqrt(d), of all pairs in
+the softmax, and the Kullback-Leibler divergence of the fit from the target, in nats per query. Both depend on the
+number of steps, since an ever better fit may take ever larger logits. So the largest |logit| is also given for the
+moment at which the divergence fell below 0.1 nats, and is not finite where it never did."""
     changes = """\
-Until all runs had been made, criteria were two standard errors of the difference of means; they were replaced by
-paired intervals. "Through a windowed softmax it does with small logits" was half of the other logit in all seeds, and
-is now one doubling. That it is the dense local part of a mixed pattern which asks for large logits is not tested
-here: dense local attention alone needs logits as large as sparse attention alone. Logits at the end of 2,000 steps
-depend on the number of steps; the comparison at an equally close fit was added after the runs."""
+Until all runs had been made, the criteria were two standard errors of the difference between means; they were
+replaced by paired intervals. "Through a windowed softmax, small logits suffice" meant half of the other logit in all
+seeds, and is now a comparison. Whether it is the dense local part of a mixed pattern that requires large logits is
+not tested here: dense local attention alone needs logits as large as sparse attention alone. The comparison at an
+equally close fit was added after the runs."""
     comparisons = {
-        "growth": Comparison(
-            "dense local attention through a causal softmax needs larger logits as n / d grows, after 2,000 steps",
-            "paper",
-            _log_logit("at the smallest n / d", 0),
-            "dense-local-causal",
-            "dense-local-causal",
-            second_metric=_log_logit("at the largest n / d", -1),
+        "growth": _smaller(SHORTEST, "dense-local-causal", "dense-local-causal", LONGEST),
+        "growth-at-close-fit": _smaller(
+            SHORTEST_AT_CLOSE_FIT, "dense-local-causal", "dense-local-causal", LONGEST_AT_CLOSE_FIT
         ),
-        "growth-at-close-fit": Comparison(
-            "the same at an equally close fit",
-            "paper",
-            _log_logit("at the smallest n / d, at a divergence of 0.1 nats,", 0, "max_logit_at_close_fit"),
-            "dense-local-causal",
-            "dense-local-causal",
-            second_metric=_log_logit(
-                "at the largest n / d, at a divergence of 0.1 nats,", -1, "max_logit_at_close_fit"
-            ),
-        ),
-        "window": Comparison(
-            "through a windowed softmax, it needs smaller logits",
-            "paper",
-            _log_logit("at the largest n / d", -1),
-            "dense-local-windowed",
-            "dense-local-causal",
-        ),
-        "fit": Comparison(
-            "dense local attention is fitted better through a windowed softmax of the same width",
-            "paper: O(n l) numbers fit into O(n d), O(n²) do not",
-            Metric(
-                "the Kullback-Leibler divergence at the largest n / d", lambda run: run["fits"][-1]["divergence"], 4
-            ),
-            "dense-local-windowed",
-            "dense-local-causal",
-        ),
-        "sparse": Comparison(
-            "sparse attention over the whole past needs smaller logits than dense local attention",
-            "paper",
-            _log_logit("at the largest n / d", -1),
-            "sparse-causal",
-            "dense-local-causal",
-        ),
-        "mixed": Comparison(
-            "sparse attention alone needs smaller logits than sparse and dense local attention mixed",
-            "paper",
-            _log_logit("at the largest n / d", -1),
-            "sparse-causal",
-            "mixed-causal",
-        ),
+        "window": _smaller(LONGEST, "dense-local-windowed", "dense-local-causal"),
+        "fit": _smaller(DIVERGENCE, "dense-local-windowed", "dense-local-causal"),
+        "sparse": _smaller(LONGEST, "sparse-causal", "dense-local-causal"),
+        "mixed": _smaller(LONGEST, "sparse-causal", "mixed-causal"),
     }
-    scales = {
-        "micro": Scale(
-            None,
-            {"width": 16, "window": 32, "num_keys": 4, "lengths": (64, 128, 256, 512, 1024), "num_steps": 2000},
-            3,
-            0.3,
-        ),
+    hours = 0.3
+    width, window, num_keys = 16, 32, 4
+    lengths: Sequence[int] = (64, 128, 256, 512, 1024)
+    num_steps = 2000
+    arms = {  # the target, and whether the softmax is windowed
+        "dense-local-causal": ("dense-local", False),
+        "dense-local-windowed": ("dense-local", True),
+        "sparse-causal": ("sparse", False),
+        "mixed-causal": ("mixed", False),
     }
 
-    def arms(self, scale: str) -> Mapping[str, Any]:
-        """The target of each arm, and whether its softmax is windowed."""
-        return {
-            "dense-local-causal": ("dense-local", False),
-            "dense-local-windowed": ("dense-local", True),
-            "sparse-causal": ("sparse", False),
-            "mixed-causal": ("mixed", False),
-        }
-
-    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+    def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """Fits the arm's target at every length."""
-        settings = self.scales[scale].fields
-        width, window = settings["width"], settings["window"]
-        kind, is_windowed = self.arms(scale)[arm]
+        kind, is_windowed = self.arms[arm]
         generator = torch.Generator().manual_seed(seed)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         fits = []
-        for length in settings["lengths"]:
-            target = make_target(kind, length, window, settings["num_keys"], generator)
-            visible = visible_pairs(length, window if is_windowed else None)
-            figures = fit(target.to(device), visible.to(device), width, settings["num_steps"], generator)
-            fits.append({"length": length, "length_over_width": length / width, **figures})
+        for length in self.lengths:
+            target = make_target(kind, length, self.window, self.num_keys, generator)
+            visible = visible_pairs(length, self.window if is_windowed else None)
+            figures = fit(target.to(device), visible.to(device), self.width, self.num_steps, generator)
+            fits.append({"length": length, "length_over_width": length / self.width, **figures})
             print(fits[-1], flush=True)
         return {"fits": fits}
 
     def report(self, runs: Runs, folder: Path) -> str:
         """Largest logit and divergence over n / d, as tables and plots."""
-        ratios = [fit["length_over_width"] for fit in next(iter(runs.values()))[0]["fits"]]
         sections = []
         for key, title, digits in (
-            ("max_logit", "largest |logit|", 1),
-            ("max_logit_at_close_fit", "largest |logit| when the divergence fell below 0.1 nats", 1),
+            ("max_logit", "Largest |logit|", 1),
+            ("max_logit_at_close_fit", "Largest |logit| when the divergence fell below 0.1 nats", 1),
             ("divergence", "Kullback-Leibler divergence (nats per query)", 4),
         ):
-            rows = [
-                [f"`{arm}`", *(format_values(_column(of_arm, key, i), digits) for i in range(len(ratios)))]
-                for arm, of_arm in runs.items()
-            ]
-            curves = {
-                arm: [points([(fit["length_over_width"], fit[key]) for fit in run["fits"]]) for run in of_arm]
-                for arm, of_arm in runs.items()
+
+            def curve(run: dict, key: str = key) -> list[tuple[float, float | None]]:
+                return [(fit["length_over_width"], fit[key]) for fit in run["fits"]]
+
+            columns = {
+                f"n / d = {length / self.width:g}": Metric("", f"fits.{i}.{key}", digits)
+                for i, length in enumerate(self.lengths)
             }
-            plot(folder / f"{key}.png", curves, "sequence length over width, n / d", title, log_x=True)
-            head = ["arm", *(f"n / d = {ratio:g}" for ratio in ratios)]
-            title = title[0].upper() + title[1:]
-            sections.append(f"### {title}\n\n{table(rows, head)}\n\n![{title} over n / d]({key}.png)")
+            ratio = "sequence length over width, n / d"
+            shown = picture(folder / f"{key}.png", f"{title} over n / d", runs, curve, ratio, title, log_x=True)
+            sections.append(f"### {title}\n\n{tabulate(runs, columns)}\n\n{shown}")
         return "\n\n".join(sections)
-
-
-STUDY = DegreesOfFreedom()
-
-
-def _column(of_arm: list[dict], key: str, index: int) -> list[float]:
-    return [math.nan if (value := run["fits"][index][key]) is None else value for run in of_arm]
 
 
 def visible_pairs(length: int, window: int | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens of a block, H heads, L layers.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -107,52 +108,44 @@ def parts_of_logits(model: PreTrainedModel, blocks: torch.Tensor) -> dict[str, l
         texts that is between pairs, without the part that is due to the number of texts being finite.
     """
     config, (count, length) = model.config, blocks.shape
-    visible = {
-        window: Visibility(length, length, window=window).dense()[0, 0] for window in (None, config.sliding_window)
-    }
+    every, near = (Visibility(length, length, window=window).dense()[0, 0] for window in (None, config.sliding_window))
     masks = [
-        torch.stack(
-            [visible[None if head < number else config.sliding_window] for head in range(config.num_attention_heads)]
-        )
-        for number in config.num_global_heads_per_layer
+        torch.stack([every if head < num_global else near for head in range(config.num_attention_heads)])
+        for num_global in config.num_global_heads_per_layer
     ]
     means = [torch.zeros(mask.shape) for mask in masks]
     for ids in blocks:
         for mean, logits in zip(means, logits_of(model, ids)):
             mean += logits / count
-    within = [torch.zeros(mask.shape) for mask in masks]
-    largest, rest = ([torch.zeros(len(mask)) for mask in masks] for _ in range(2))
+    variances = [torch.zeros(mask.shape) for mask in masks]
+    tops = torch.zeros(3, len(masks), config.num_attention_heads)
     for ids in blocks:
-        for i, logits in enumerate(logits_of(model, ids)):
-            content = (logits - means[i]).masked_fill(~masks[i], 0.0)
-            within[i] += content.square() / (count - 1)
-            rest[i] = torch.maximum(rest[i], content.abs().amax((1, 2)))
-            largest[i] = torch.maximum(largest[i], logits.masked_fill(~masks[i], 0.0).abs().amax((1, 2)))
-    result: dict[str, list[list[float]]] = {name: [] for name in ("max_logit", "max_position", "max_content")}
-    result["position_share"] = []
-    for mean, noise, mask, top, content_top in zip(means, within, masks, largest, rest):
+        for i, (mask, mean, logits) in enumerate(zip(masks, means, logits_of(model, ids))):
+            content = (logits - mean) * mask
+            variances[i] += content.square() / (count - 1)
+            largest = [(part * mask).abs().amax((1, 2)) for part in (logits, mean, content)]
+            tops[:, i] = torch.maximum(tops[:, i], torch.stack(largest))
+    shares = []
+    for mask, mean, variance in zip(masks, means, variances):
         pairs = mask.sum((1, 2))
-        center = mean.masked_fill(~mask, 0.0).sum((1, 2)) / pairs
-        between = (mean - center[:, None, None]).masked_fill(~mask, 0.0).square().sum((1, 2)) / pairs
-        noise = noise.sum((1, 2)) / pairs
+        center = (mean * mask).sum((1, 2)) / pairs
+        noise = variance.sum((1, 2)) / pairs
+        between = ((mean - center[:, None, None]) * mask).square().sum((1, 2)) / pairs
         between = (between - noise / count).clamp(min=0.0)
-        position_top = mean.masked_fill(~mask, 0.0).abs().amax((1, 2))
-        for name, values in (
-            ("max_logit", top),
-            ("max_position", position_top),
-            ("max_content", content_top),
-            ("position_share", between / (between + noise)),
-        ):
-            result[name].append([round(value, 4) for value in values.tolist()])
-    return result
+        shares.append(between / (between + noise))
+    names = ("max_logit", "max_position", "max_content", "position_share")
+    return {name: _rounded(values) for name, values in zip(names, (*tops, torch.stack(shares)))}
+
+
+def _rounded(values: torch.Tensor) -> list[list[float]]:
+    return [[round(value, 4) for value in row] for row in values.tolist()]
 
 
 def statistics_of(model: PreTrainedModel, blocks: torch.Tensor, far: int) -> dict[str, list]:
     """The figures of `lsgpt inspect` for every layer and head, and which heads are local."""
     statistics = attention_statistics(model, blocks, far)
-    figures = {name: getattr(statistics, name) for name in FIGURES}
-    rounded = {name: [[round(x, 4) for x in row] for row in values.tolist()] for name, values in figures.items()}
-    return {"is_local": statistics.is_local.tolist(), **rounded}
+    figures = {name: _rounded(getattr(statistics, name)) for name in FIGURES}
+    return {"is_local": statistics.is_local.tolist(), **figures}
 
 
 def uniform_figures(length: int, window: int, far: int) -> dict[str, float]:
@@ -163,9 +156,8 @@ def uniform_figures(length: int, window: int, far: int) -> dict[str, float]:
 
 def over_heads(looks: Mapping[str, list], name: str, local: bool) -> float:
     """The mean of a figure of `statistics_of` over the local heads or over the others; NaN if there are none."""
-    rows = zip(looks[name], looks["is_local"])
-    pairs = [pair for values, kinds in rows for pair in zip(values, kinds)]
-    values = [value for value, is_local in pairs if is_local == local and value is not None]
+    heads = zip(chain.from_iterable(looks[name]), chain.from_iterable(looks["is_local"]))
+    values = [value for value, is_local in heads if is_local == local and value is not None]
     return sum(values) / len(values) if values else math.nan
 
 

@@ -3,18 +3,17 @@ Plots of studies: the mean over seeds, with its 95% interval unless there are ma
 and labels at the lines.
 """
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
 from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
 
-from .comparisons import CONFIDENCE, t_quantile
+from .comparisons import half_width
 
 
 STYLES = ("-", "--", ":", "-.")
@@ -33,17 +32,16 @@ def looks_of(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
     local heads, models without global heads grey, whatever else stands in the label; styles tell them apart. Of more
     than four variants of one kind, all but the first have colours of their own.
     """
-    families = {"mhsa": GLOBAL, "ls": LOCAL, "local-only": BASELINE}
+    families = {"local-only": BASELINE, "mhsa": GLOBAL, "ls": LOCAL}
     others = iter(OTHERS * len(labels))
     used: dict[str, int] = {}
     looks = {}
     for label in labels:
-        family = next((name for name in ("local-only", "mhsa", "ls") if label.split(" ")[0].startswith(name)), None)
+        family = next((name for name in families if label.startswith(name)), None)
         is_crowded = family and used.get(families[family]) and sum(x.startswith(family) for x in labels) > len(STYLES)
         color = next(others) if family is None or is_crowded else families[family]
-        number = used.get(color, 0)
-        used[color] = number + 1
-        looks[label] = (color, STYLES[number % len(STYLES)])
+        looks[label] = (color, STYLES[used.get(color, 0) % len(STYLES)])
+        used[color] = used.get(color, 0) + 1
     return looks
 
 
@@ -60,93 +58,71 @@ def plot(path: str | Path, curves: Curves, xlabel: str, ylabel: str, log_x: bool
     """
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    looks, ends = looks_of(list(curves)), []
-    has_bands = len(curves) <= MOST_BANDS
-    for label, lines in curves.items():
-        color, style = looks[label]
-        lines = [line for line in lines if line]
+    ends: list = []
+    heights: list[float] = []
+    places: set[float] = set()
+    for label, (color, style) in looks_of(list(curves)).items():
+        lines = [np.array(line, dtype=float).reshape(-1, 2) for line in curves[label] if line]
+        shown = []
         for line in lines:
-            shown = [(x, y) for x, y in line if _can_draw(y, log_y)]
-            axes.plot(*_columns(shown), style, color=color, linewidth=0.8, alpha=0.3 if len(lines) > 1 else 1.0)
-            lost = [x for x, y in line if not _can_draw(y, log_y)]
-            axes.plot(lost, [1.0] * len(lost), "x", color=color, transform=axes.get_xaxis_transform(), clip_on=False)
-        middle = _mean(lines, log_y)
-        if len(lines) > 1 and middle:
-            xs, means, lows, highs = (list(column) for column in zip(*middle))
-            marker = "o" if len(xs) < 20 else None
-            axes.plot(xs, means, style, color=color, linewidth=1.6, marker=marker, markersize=3)
-            if has_bands:
-                axes.fill_between(xs, lows, highs, color=color, alpha=0.12, linewidth=0)
-        shown = [point for line in lines for point in line if _can_draw(point[1], log_y)]
-        last = middle[-1] if middle else shown[-1] if shown else None
-        if last:
-            ends.append((last[0], last[1], label, color))
+            can_draw = np.isfinite(line[:, 1]) & (line[:, 1] > (0 if log_y else -np.inf))
+            shown.append(line[can_draw])
+            axes.plot(*line[can_draw].T, style, color=color, linewidth=0.8, alpha=0.3 if len(lines) > 1 else 1.0)
+            lost = line[~can_draw, 0]
+            axes.plot(lost, np.ones(len(lost)), "x", color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+        middle = _mean(shown, log_y) if len(shown) > 1 else shown[0] if shown else np.empty((0, 2))
+        if len(shown) > 1 and len(middle):
+            marker = "o" if len(middle) < 20 else None
+            axes.plot(*middle[:, :2].T, style, color=color, linewidth=1.6, marker=marker, markersize=3)
+            if len(curves) <= MOST_BANDS:
+                axes.fill_between(middle[:, 0], *middle[:, 2:].T, color=color, alpha=0.12, linewidth=0)
+        if len(middle):
+            ends.append((*middle[-1, :2], label, color))
+        heights += [y for line in shown for y in line[:, 1]]
+        places |= {x for line in lines for x in line[:, 0]}
     if log_x:
         axes.set_xscale("log", base=2)
-        places = sorted({x for lines in curves.values() for line in lines for x, _ in line})
         if len(places) <= 10:
-            axes.set_xticks(places)
+            axes.set_xticks(sorted(places))
         axes.xaxis.set_major_formatter(NUMBER)
         axes.xaxis.set_minor_locator(NullLocator())
-    if log_y and ends:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(NUMBER)
+    if heights:  # limits show all runs; intervals of two seeds may reach far beyond them
+        low, high = min(heights), max(heights)
+        pad = 0.05 * (high - low or abs(high) or 1.0)
+        axes.set_ylim(*((low / 1.2, high * 1.2) if log_y else (low - pad, high + pad)))
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(NUMBER)
+            axes.yaxis.set_minor_formatter(LogFormatter())
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)
-    _limit(axes, curves, log_y)
-    _label(figure, axes, ends)
+    _label(axes, ends)
     figure.savefig(path, dpi=150)
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _can_draw(y: float, log_y: bool) -> bool:
-    return math.isfinite(y) and not (log_y and y <= 0)
-
-
-def _mean(lines: Sequence[Sequence[tuple[float, float]]], log_y: bool) -> list[tuple[float, float, float, float]]:
-    """The mean and the ends of its interval at every x that all seeds have; on a logarithmic axis, of logarithms."""
-    by_seed = [{x: y for x, y in line if _can_draw(y, log_y)} for line in lines]
-    if len(by_seed) < 2:
-        return []
-    points = []
+def _mean(lines: Sequence[np.ndarray], log_y: bool) -> np.ndarray:
+    """Rows of x, the mean and the ends of its interval (on a log axis, of logarithms), where all seeds have y."""
+    by_seed = [dict(line.tolist()) for line in lines]
+    rows = []
     for x in sorted(set.intersection(*map(set, by_seed))):
-        values = [math.log(values[x]) if log_y else values[x] for values in by_seed]
-        degrees = len(values) - 1
-        half = t_quantile(0.5 + CONFIDENCE / 2, degrees) * statistics.stdev(values) / math.sqrt(len(values))
-        point = [statistics.fmean(values) + change for change in (0.0, -half, half)]
-        mean, low, high = map(math.exp, point) if log_y else point
-        points.append((x, mean, low, high))
-    return points
+        values = [np.log(values[x]) if log_y else values[x] for values in by_seed]
+        row = np.mean(values) + half_width(values) * np.array([0, -1, 1])
+        rows.append([x, *(np.exp(row) if log_y else row)])
+    return np.array(rows)
 
 
-def _limit(axes, curves: Curves, log_y: bool):
-    """Shows all runs; intervals of two seeds may reach far beyond them."""
-    heights = [y for lines in curves.values() for line in lines for _, y in line if _can_draw(y, log_y)]
-    if heights:
-        low, high = min(heights), max(heights)
-        if log_y:
-            axes.set_ylim(low / 1.2, high * 1.2)
-        else:
-            pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-            axes.set_ylim(low - pad, high + pad)
-
-
-def _label(figure: Figure, axes, ends: list):
+def _label(axes: Axes, ends: Sequence[tuple[float, float, str, str]]):
     """Writes each label beside the end of its line, moved apart where they would overlap."""
-    to_axes = axes.transAxes.inverted()
-    places = [(to_axes.transform(axes.transData.transform((x, y)))[1], label, color) for x, y, label, color in ends]
-    places.sort(key=lambda place: place[0])
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    order = sorted(((to_axes((x, y))[1], label, color) for x, y, label, color in ends), key=lambda end: end[0])
     step = 0.052
-    heights = [min(max(place[0], 0.0), 1.0) for place in places]
+    heights = np.clip([height for height, _, _ in order], 0.0, 1.0)
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + step)
-    excess = max(0.0, heights[-1] - 1.0) if heights else 0.0
+    top = 1.0
     for i in reversed(range(len(heights))):
-        above = heights[i + 1] - step if i + 1 < len(heights) else 1.0
-        heights[i] = min(heights[i], above) if excess else heights[i]
-    for height, (_, label, color) in zip(np.array(heights), places):
+        heights[i] = min(heights[i], top)
+        top = heights[i] - step
+    for height, (_, label, color) in zip(heights, order):
         axes.text(1.01, height, label, color=color, transform=axes.transAxes, fontsize=8, va="center")

@@ -1,17 +1,16 @@
-"""Trains small models on sequences that are generated from a seed during training and never stored."""
+"""Trains small models on examples that are generated from a seed, or kept in memory."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.training import LogitTelemetryCallback, LSGPTTrainer, StopOnBadLossCallback
+from lsgpt.training import LSGPTTrainer, StopOnBadLossCallback
 from lsgpt.training.report import points_of
 
 from .study import NUM_POINTS
@@ -29,15 +28,33 @@ class Stream(IterableDataset):
             yield self.make_row(generator)
 
 
-def small_training(folder: Path, seed: int, options: dict[str, Any], **changes) -> TrainingArguments:
+def train_small(
+    model: PreTrainedModel,
+    data: Any,
+    seed: int,
+    folder: Path,
+    options: Mapping[str, Any],
+    callbacks: Sequence[TrainerCallback] = (),
+    loss: Callable | None = None,
+    trainer_class: type[Trainer] = LSGPTTrainer,
+) -> dict[str, Any]:
     """
-    Training arguments with the optimizer and schedule of the recipe `micro`, without checkpoints.
+    Trains a model in place, with the optimizer and schedule of the recipe `micro` and without checkpoints, and puts it
+    into evaluation mode.
 
     Args:
-        folder: Output folder of the Trainer, which stays empty.
+        model: A new model.
+        data: A `Stream`, or a data set.
         seed: Seed for the order of the data.
+        folder: Output folder. The Trainer writes nothing to it unless the loss becomes NaN or infinite; `callbacks`
+            may write to it.
         options: Fields of `TrainingArguments`, including `max_steps`.
-        changes: Further fields, which take precedence.
+        callbacks: Further callbacks of the Trainer.
+        loss: The loss to minimize, by default the model's own.
+        trainer_class: The class of the Trainer.
+
+    Returns:
+        `diverged`, and the largest `max_logit` if a callback measures logits.
     """
     fields = {
         "lr_scheduler_type": "cosine_with_min_lr",
@@ -45,56 +62,23 @@ def small_training(folder: Path, seed: int, options: dict[str, Any], **changes) 
         "weight_decay": 0.1,
         "adam_beta2": 0.95,
         "bf16": torch.cuda.is_available(),
-        "logging_steps": options["max_steps"],
+        "logging_steps": max(1, options["max_steps"] // NUM_POINTS),
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(output_dir=str(folder), seed=seed, **{**fields, **options, **changes})
-
-
-def train_on_stream(
-    config: LSGPTConfig,
-    make_row: Callable[[np.random.Generator], dict[str, np.ndarray]],
-    seed: int,
-    folder: Path,
-    options: dict[str, Any],
-    callbacks: Sequence[TrainerCallback] = (),
-) -> tuple[PreTrainedModel, dict]:
-    """
-    Trains a new model with the optimizer and schedule of the recipe `micro`.
-
-    Args:
-        config: Configuration of the model.
-        make_row: Generates `input_ids` and `labels`, `(n,)` each.
-        seed: Seed for the initial weights and the rows.
-        folder: Output folder. The Trainer writes nothing to it unless the loss becomes NaN or infinite; `callbacks`
-            may write to it.
-        options: Fields of `TrainingArguments`, including `max_steps`.
-        callbacks: Further callbacks of the Trainer.
-
-    Returns:
-        The trained model in evaluation mode, and a dictionary with `diverged`, `max_logit` (the largest during
-        training) and `curves`.
-    """
-    set_seed(seed)
-    model = LSGPTForCausalLM(config)
-    every_n_steps = max(1, options["max_steps"] // NUM_POINTS)
     guard = StopOnBadLossCallback()
-    trainer = LSGPTTrainer(
+    trainer = trainer_class(
         model=model,
-        args=small_training(folder, seed, options, logging_steps=every_n_steps),
-        train_dataset=Stream(make_row, seed),
+        args=TrainingArguments(output_dir=str(folder), seed=seed, **{**fields, **options}),
+        train_dataset=data,
         data_collator=default_data_collator,
-        callbacks=[guard, LogitTelemetryCallback(every_n_steps), *callbacks],
+        callbacks=[guard, *callbacks],
+        compute_loss_func=loss,
     )
     trainer.train()
-    history = trainer.state.log_history
-    curves = {key: points_of(history, key) for key in ("loss", "max_logit")}
-    logits = [value for _, value in curves["max_logit"]]
-    return model.eval(), {
-        "diverged": guard.bad_step is not None,
-        "max_logit": math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan),
-        "curves": curves,
-    }
+    model.eval()
+    logits = [value for _, value in points_of(trainer.state.log_history, "max_logit")]
+    largest = math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan)
+    return {"diverged": guard.bad_step is not None, "max_logit": largest}

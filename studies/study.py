@@ -5,13 +5,15 @@ import math
 import shutil
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, Trainer
 
+from lsgpt.configuration import load_recipe
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, first_blocks
@@ -22,33 +24,28 @@ from lsgpt.training.train import build_trainer, largest, load_texts, make_tokeni
 from lsgpt.utilities import table
 from lsgpt.utilities.plots import average_in_bins
 
-from .comparisons import Bounds, Comparison, Sooner, format_values
+from .comparisons import LOSS, Claim, Metric, Runs, format_values, title_of
+from .plots import plot
 
 
 NUM_POINTS = 60
 """Maximum number of points that are kept of a curve: as many as a plot can show."""
 
+ON_A_CORE = {
+    "tokenizer": "bpe",
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "per_device_eval_batch_size": 1,
+    "eval_strategy": "no",
+    "bf16": False,
+    "torch_compile": False,
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+}
+"""What `paper-v1`, a recipe for a GPU, needs to run on one CPU core, with one row in a step."""
+
 SEED_OF_EVALUATION = 2**31
 """Never the seed of a run, so models are evaluated on data that were generated for no training."""
-
-
-class Scale(NamedTuple):
-    """The size at which a study is run."""
-
-    recipe: str | None
-    """Shipped recipe that the runs are based on, or `None` if the study uses no recipe."""
-    fields: dict
-    """Fields that replace those of the recipe, or the study's own settings if there is no recipe."""
-    num_seeds: int
-    hours: float
-    """Total time of all runs: at `micro` on two CPU cores, at `paper` on one GPU (an estimate)."""
-
-
-class Runs(dict[str, list[dict]]):
-    """Maps each arm to the values of its runs, each with its `seed`, in the order of their seeds."""
-
-    scale = "micro"
-    """The scale at which they were made."""
 
 
 class Study(ABC):
@@ -63,46 +60,47 @@ class Study(ABC):
     question: str
     protocol: str
     """What is run and measured, for the report."""
-    comparisons: Mapping[str, Comparison | Bounds | Sooner]
+    arms: Mapping[str, Any]
+    """Maps the names of the arms, which must be valid folder names, to whatever defines them in this study."""
+    comparisons: Mapping[str, Claim]
     """The claims as data, which are judged and worded by `lsgpt.studies.comparisons`."""
-    changes: str = ""
+    changes = ""
     """What was changed after results existed, for the report."""
     earlier_criteria: tuple[str, ...] = ()
     """Digests of criteria that were in force when committed runs were made, and that `changes` tells about."""
-    scales: dict[str, Scale]
+    num_seeds = 3
     first_seed = 42
+    hours: float
+    """Total time of all runs on two CPU cores."""
+    recipe: str | None = None
+    """Shipped recipe that the runs are based on, or `None` if the study uses no recipe."""
 
-    @abstractmethod
-    def arms(self, scale: str) -> Mapping[str, Any]:
-        """Maps the names of the arms, which must be valid folder names, to whatever defines them in this study."""
+    def seeds_of(self, arm: str) -> int:
+        """The number of seeds of an arm, unless the command line says it."""
+        return self.num_seeds
 
-    def check(self, arm: str, scale: str, fields: Sequence[str]):
+    def check(self, arm: str, fields: Sequence[str]):
         """Checks that an arm can be run; called for each of them before the first run."""
         return
 
-    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+    def prepare(self, folder: Path, fields: Sequence[str]):
         """Creates in `folder` what all runs share."""
         return
 
     @abstractmethod
-    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+    def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """
         Performs one run.
 
         Args:
             arm: One of `arms`.
             seed: Random seed.
-            scale: One of `scales`.
             folder: The folder given to `prepare`. A run may also store there what it needs to resume.
             fields: Command-line fields that replace those of the recipe, if there is one.
 
         Returns:
             Values that JSON can represent, limited to what the report needs.
         """
-
-    def num_seeds(self, arm: str, scale: str) -> int:
-        """Number of seeds of an arm, if the command line does not say it."""
-        return self.scales[scale].num_seeds
 
     def digest(self) -> str:
         """Identifies the wording of all criteria. Every run records it, which shows that they are older."""
@@ -111,14 +109,9 @@ class Study(ABC):
 
     def describe(self) -> str:
         """Describes the study for the command line."""
-        claims = "\n".join(f"- {item.claim} ({item.source})" for item in self.comparisons.values())
-        sizes = "\n".join(
-            f"--scale {name}: {len(self.arms(name))} arms, {scale.num_seeds} seeds, about {scale.hours:g} hours of "
-            + ("two CPU cores" if name == "micro" else "a GPU (an estimate; nobody has run it)")
-            for name, scale in self.scales.items()
-        )
-        arms = ", ".join(dict.fromkeys(arm for scale in self.scales for arm in self.arms(scale)))
-        return f"{self.title}\n\n{self.question}\n\nClaims:\n{claims}\n\n{sizes}\n\nArms: {arms}"
+        claims = "\n".join(f"- {title_of(item)} ({item.source})" for item in self.comparisons.values())
+        size = f"{len(self.arms)} arms, {self.num_seeds} seeds, about {self.hours:g} hours of two CPU cores"
+        return f"{self.title}\n\n{self.question}\n\nClaims:\n{claims}\n\n{size}\n\nArms: {', '.join(self.arms)}"
 
     @abstractmethod
     def report(self, runs: Runs, folder: Path) -> str:
@@ -131,48 +124,41 @@ class TrainingStudy(Study):
     with the recipe as in `lsgpt compare`.
     """
 
-    def prepare(self, scale: str, folder: Path, fields: Sequence[str]):
+    recipe: str = "micro"
+    fields: Mapping[str, Any] = {}
+    """Fields that replace those of the recipe in all arms."""
+
+    def prepare(self, folder: Path, fields: Sequence[str]):
         """Trains the tokenizer, once for all runs that keep the algorithm and the vocabulary size of the base."""
-        base = self.base(scale, fields)
+        base = self.base(fields)
         if _trained_tokenizer(base) and not (folder / "tokenizer").exists():
             make_tokenizer(base.data, base.build_config(), load_texts(base.data)).save_pretrained(folder / "tokenizer")
 
-    def check(self, arm: str, scale: str, fields: Sequence[str]):
+    def check(self, arm: str, fields: Sequence[str]):
         """Raises `ValueError` or `ImportError` if the arm's recipe is invalid, or needs a package that is missing."""
-        join_arm(self.base(scale, fields).recipe, arm, self.arms(scale)[arm])
+        join_arm(self.base(fields).recipe, arm, self.arms[arm])
 
-    def base(self, scale: str, fields: Sequence[str]) -> Arguments:
-        """The recipe of a scale, with the command-line fields applied."""
-        recipe, changes, _, _ = self.scales[scale]
-        arguments = parse_arguments(recipe, fields)
-        given = {field.split("=")[0].removeprefix("--").replace("-", "_") for field in fields}
-        changes = {"logging_steps": 1, **changes}  # spike scores and the loss before training are about single steps
-        changes = {name: value for name, value in changes.items() if name not in given}
-        return join_arm(arguments.recipe, self.name, changes)
+    def base(self, fields: Sequence[str]) -> Arguments:
+        """The recipe of all arms, with the command-line fields applied."""
+        changes = {"logging_steps": 1, **self.fields}  # spikes and the loss before training are about single steps
+        return join_arm({"config_overrides": None, **load_recipe(self.recipe)}, self.name, changes, fields)
 
-    def run(self, arm: str, seed: int, scale: str, folder: Path, fields: Sequence[str]) -> dict:
+    def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """Trains, or resumes from the last checkpoint, and collects the results."""
-        base = self.base(scale, fields)
-        run_folder = folder / arm / f"seed-{seed}"
+        base, run_folder = self.base(fields), folder / arm / f"seed-{seed}"
         overrides = ["--seed", str(seed), "--output_dir", str(run_folder)]
-        arm_fields = self.arms(scale)[arm]
-        trained = _trained_tokenizer(join_arm(base.recipe, arm, arm_fields))
+        trained = _trained_tokenizer(join_arm(base.recipe, arm, self.arms[arm]))
         if (tokenizer := folder / "tokenizer").exists() and trained == _trained_tokenizer(base):
             overrides += ["--tokenizer", str(tokenizer)]
         if not (run_folder / "results.json").exists():
             if checkpoint := find_checkpoint_or_delete_run(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
-            arguments = join_arm(base.recipe, arm, arm_fields, overrides)
-            trainer = self.build(arguments, arm)
+            arguments = join_arm(base.recipe, arm, self.arms[arm], overrides)
+            trainer = build_trainer(arguments)
+            self.change(trainer, arm)
             if train(trainer, arguments) is None:
                 raise SystemExit("interrupted; the checkpoint is saved")
         return collect(run_folder) | self.measure(run_folder)
-
-    def build(self, arguments: Arguments, arm: str) -> Trainer:
-        """Builds the trainer of a run and applies `change` to it."""
-        trainer = build_trainer(arguments)
-        self.change(trainer, arm)
-        return trainer
 
     def change(self, trainer: Trainer, arm: str):
         """Makes changes to the trainer of a run that a recipe cannot express."""
@@ -181,8 +167,12 @@ class TrainingStudy(Study):
         """Further measurements of the trained model in the run's `folder`, added to those of `collect`."""
         return {}
 
+    def report(self, runs: Runs, folder: Path) -> str:
+        """The final figures."""
+        return tabulate(runs, FINAL, diverged=True)
 
-def join_arm(base: dict, name: str, fields: dict, overrides: Sequence[str] = ()) -> Arguments:
+
+def join_arm(base: dict, name: str, fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Arguments:
     """
     Returns the arguments of an arm that is given by its recipe fields: its `config_overrides` are added to those of
     `base`, and its other fields replace those of `base`. `overrides` are command-line fields, which take precedence.
@@ -212,19 +202,13 @@ def find_checkpoint_or_delete_run(run_folder: Path) -> Path | None:
     return checkpoint
 
 
-def blocks_of(length: int) -> dict[str, Any]:
-    """
-    Recipe fields of `micro` for blocks of `length` tokens, with as many tokens in a step and the same text for
-    evaluation as by default.
-    """
-    fields = {"block_size": length, "per_device_train_batch_size": 2048 // length}
-    return {**fields, "max_eval_blocks": 100 * 512 // length}
-
-
 def validation_blocks(folder: Path, count: int | None, block_size: int) -> torch.Tensor:
     """The first blocks of a run's validation text: token ids `(count, block_size)`."""
     data = parse_arguments(folder / "recipe.yaml", ["--output_dir", str(folder)]).data
     return first_blocks(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder), block_size, count)
+
+
+# Values of runs
 
 
 def collect(folder: Path) -> dict:
@@ -250,7 +234,7 @@ def collect(folder: Path) -> dict:
     }
 
 
-def thin(points: Sequence[tuple[int, float]], summarize, num_points: int = NUM_POINTS) -> list[tuple[int, float]]:
+def thin(points: Sequence[tuple[float, float]], summarize, num_points: int = NUM_POINTS) -> list[tuple[float, float]]:
     """Reduces a curve to at most `num_points` points, each with the last step and the summary of a part of it."""
     size = math.ceil(len(points) / num_points) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
@@ -262,15 +246,12 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
     Share of the values that are more than 6 standard deviations above the mean of the 128 values before them. Values
     that are not finite count as spikes, too. (This is OLMo's score, arXiv:2501.00656.)
     """
-    spikes, num_values = 0, 0
-    for i in range(window, len(values)):
-        before = [value for value in values[i - window : i] if math.isfinite(value)]
-        num_values += 1
-        if not math.isfinite(values[i]):
-            spikes += 1
-        elif len(before) > 1:
-            spikes += values[i] > statistics.fmean(before) + deviations * statistics.pstdev(before)
-    return spikes / num_values if num_values else 0.0
+    if len(values) <= window:
+        return 0.0
+    later = np.array(values[window:])
+    before = np.ma.masked_invalid(np.lib.stride_tricks.sliding_window_view(np.array(values), window)[:-1])
+    limits = (before.mean(1) + deviations * before.std(1)).filled(np.inf)
+    return float((~np.isfinite(later) | (later > limits)).mean())
 
 
 def number(value: float | None) -> float:
@@ -284,22 +265,45 @@ def mean(values: Iterable[float]) -> float:
     return statistics.fmean(finite) if finite else math.nan
 
 
-def results_table(runs: Runs) -> str:
-    """A table of the final figures of training runs, one row for each arm."""
+# Reports
+
+FINAL = {
+    "final validation loss (nats per token)": LOSS,
+    "largest logit on the way": Metric("", "max_logit", 1),
+    "spike score": Metric("", "spike_score", 5),
+}
+"""The final figures of training runs."""
+
+
+def tabulate(runs: Runs, columns: Mapping[str, Metric], first: str = "arm", diverged: bool = False) -> str:
+    """A table of metrics, one row for each arm; `diverged` adds the number of runs that diverged."""
     rows = [
         [
             f"`{arm}`",
-            format_values([run["eval_loss"] for run in of_arm]),
-            format_values([run["max_logit"] for run in of_arm], 1),
-            format_values([run["spike_score"] for run in of_arm], 5),
-            f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}",
+            *(format_values([metric.of(run) for run in of_arm], metric.digits) for metric in columns.values()),
+            *([f"{sum(run['diverged'] for run in of_arm)} of {len(of_arm)}"] if diverged else []),
         ]
         for arm, of_arm in runs.items()
     ]
-    head = ["arm", "final validation loss (nats per token)", "largest logit on the way", "spike score", "diverged"]
-    return table(rows, head)
+    return table(rows, [first, *columns, *(["diverged"] if diverged else [])])
 
 
-def points(curve: Sequence[Sequence]) -> list[tuple[float, float]]:
-    """Converts a curve to the form that `plot_curves` takes, with NaN for missing values."""
+def picture(
+    file: Path,
+    title: str,
+    runs: Mapping[str, Sequence[Any]],
+    curve: Callable[[Any], Iterable[Sequence]],
+    xlabel: str,
+    ylabel: str,
+    **options: bool,
+) -> str:
+    """Plots a curve of every run, its points `(x, y)`, and returns the Markdown that shows the plot."""
+    plot(
+        file, {arm: [points(curve(run)) for run in of_arm] for arm, of_arm in runs.items()}, xlabel, ylabel, **options
+    )
+    return f"![{title}]({file.name})"
+
+
+def points(curve: Iterable[Sequence]) -> list[tuple[float, float]]:
+    """Converts a curve to the form that `plot` takes, with NaN for missing values."""
     return [(x, math.nan if y is None else y) for x, y in curve]

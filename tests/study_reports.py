@@ -1,20 +1,14 @@
 """Reports of studies that are made from invented or tiny runs."""
 
+import contextlib
 import json
 
+import torch
 from matplotlib.image import imread
 
+from lsgpt.studies import __main__ as one_run
 from lsgpt.studies import write_report
 from lsgpt.training.results import finite
-
-
-def verdicts(study, runs):
-    """The verdicts on made-up runs, `{arm: [values of each seed]}`, whose seeds count from 42."""
-    with_seeds = {
-        arm: [{"seed": seed, "diverged": False, **values} for seed, values in enumerate(of_arm, start=42)]
-        for arm, of_arm in runs.items()
-    }
-    return {key: item.judge(with_seeds).verdict for key, item in study.comparisons.items()}
 
 
 def report_of(study, runs, folder):
@@ -22,7 +16,7 @@ def report_of(study, runs, folder):
     Writes runs, `{arm: [values of each seed]}`, as `lsgpt study` does, and returns the report that is made from the
     file alone. All of its plots must be there.
     """
-    rest = {"scale": "micro", "seconds": 1.0, "fields": [], "environment": {"system": "any"}}
+    rest = {"seconds": 1.0, "fields": [], "environment": {"system": "any"}}
     lines = [
         {"arm": arm, "seed": seed, "values": values, **rest}
         for arm, of_arm in runs.items()
@@ -42,3 +36,14 @@ def has_curves(path):
     """Whether a plot has more in it than axes, which are grey: coloured pixels."""
     pixels = imread(path)[..., :3]
     return (pixels.max(-1) - pixels.min(-1) > 0.2).mean() > 1e-4
+
+
+def run_here(commands, num_processes=1):
+    """In place of `run_commands`: performs runs in this process, which has imported everything already."""
+    for index, (arguments, log) in enumerate(commands):
+        with log.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            try:
+                one_run.main(*map(str, arguments[3:]))
+            finally:
+                torch.set_flush_denormal(False)
+        yield index, 0

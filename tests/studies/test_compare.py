@@ -11,6 +11,7 @@ from contextlib import closing
 import fresh
 import pytest
 import yaml
+from study_reports import run_here
 
 from lsgpt.configuration import load_arms
 from lsgpt.studies import RecipeArms, compare, read_lines, write_report
@@ -75,16 +76,17 @@ def test_arms_join_the_recipe():
     assert {name for name in base if base[name] != recipe[name]} == {"config_overrides", "run_name"}
 
 
-def test_comparison_goes_on_where_it_was(tmp_path):
+def test_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     write_inputs(tmp_path, max_steps=30, eval_steps=15)  # long enough that the signal comes before the end
     program = fresh.Program("-m", "lsgpt_cli", "compare", "tiny.yaml", "--arms", "ls", "--seeds", "1")
     folder = tmp_path / "runs" / "compare-tiny"
-    program.wait_until((folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists)
+    program.wait_until((folder / "ls" / "seed-42" / "checkpoint-2" / "trainer_state.json").exists, timeout=300)
     program.process.terminate()  # SIGTERM
     assert program.wait() == 2
     assert "Run the same command again to continue" in program.errors
     assert not (folder / "report.md").exists()
 
+    monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_here)
     arms = {"arms": ["ls", "wild"], "num_seeds": 1, "arms_file": "arms.yaml"}
     report = compare("tiny.yaml", **arms)
     assert report == folder.relative_to(tmp_path) / "report.md"
@@ -170,7 +172,7 @@ def test_table_over_uneven_runs(tmp_path):
         log = {"step": 1, "loss": 2.0} | ({"max_logit": max_logit} if max_logit else {})
         (run / "metrics.jsonl").write_text(f'{json.dumps(log)}\n{{"step": 2, "loss": "NaN"}}\n')
         found = collect(run) | study.measure(run)
-        lines.append({"arm": "a", "seed": seed, "scale": "recipe", "seconds": 1.0, "environment": {}, "values": found})
+        lines.append({"arm": "a", "seed": seed, "seconds": 1.0, "environment": {}, "values": found})
     (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(finite(line))}\n" for line in lines))
     report = write_report(study, tmp_path).read_text()
     assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 180.0 ± 277.3 | 200 ± 100 | 2 GB | 2 of 4 |" in report

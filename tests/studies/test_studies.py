@@ -1,34 +1,33 @@
-"""Studies: runs at a small size that are interrupted and go on, and reports from results alone."""
+"""Studies: runs at a small size, and reports from results alone."""
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
-import fresh
 import numpy as np
 import pytest
 import torch
-from study_reports import report_of
+from study_reports import report_of, run_here
 
 import lsgpt
 import lsgpt_cli
-from lsgpt.modeling_lsgpt import GLOBAL
-from lsgpt.studies import STUDIES, load_study, read_lines, run_study, write_report
+from lsgpt.studies import STUDIES, TrainingStudy, load_study, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
-from lsgpt.studies.comparisons import format_values
+from lsgpt.studies.comparisons import format_values, title_of
 from lsgpt.studies.equal_time import rate_at
 from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.measurements import losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file
-from lsgpt.studies.study import NUM_POINTS, Study, join_arm, spike_score, thin
+from lsgpt.studies.study import NUM_POINTS, Study, spike_score, thin
 from lsgpt.training.train import largest
 
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "studies" / "results").glob("*/runs.jsonl"))
-GRIDS = [name for name in STUDIES if type(load_study(name)).__name__ == "Grid"]
+RETIRED = {"heads-and-windows", "heads-or-layers", "long-range", "othello", "positions"}
 
 SMALL = {
     "dataset_name": "text.txt",
@@ -63,26 +62,15 @@ def in_empty_folder(tmp_path, monkeypatch):
     Path("text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(8000)))
 
 
-def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
-    arm = "ls-lr0.01"
-    fields = small_fields(max_steps="12", block_size="64")
-    program = fresh.Program("-m", "lsgpt_cli", "study", "learning-rates", "--only", arm, "--seeds", "1", *fields)
-    work = tmp_path / "runs" / "study-learning-rates-micro" / "work"
-    program.wait_until(lambda: any((work / arm).glob("seed-42/checkpoint-*/trainer_state.json")))
-    program.process.terminate()  # SIGTERM
-    program.wait()
-    assert "Run the same command again to continue" in program.errors
-
-    report = run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
+def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
+    """Interruptions of real processes are tested with comparisons, which run on the same machinery."""
+    monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_here)
+    arm, fields = "ls-lr0.01", small_fields(block_size="64")
+    report = run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
     (line,) = read_lines(report.parent)
-    same = line["values"]
-    assert line["arm"] == arm and same["step"] == 12 and line["environment"]["commit"]
-    # It resumed: the run's log has the line of both starts.
-    assert (work / arm / "seed-42.log").read_text().count("Training ") == 2
-
-    again = load_study("learning-rates").run(arm, 42, "micro", tmp_path / "again", fields)
-    assert again["eval_loss"] == pytest.approx(same["eval_loss"], rel=1e-6)
-    assert [step for step, _ in again["curves"]["loss"]] == [step for step, _ in same["curves"]["loss"]]
+    assert line["arm"] == arm and line["values"]["step"] == 4 and line["environment"]["commit"]
+    again = load_study("learning-rates").run(arm, 42, tmp_path / "again", fields)
+    assert again["eval_loss"] == pytest.approx(line["values"]["eval_loss"], rel=1e-6)
 
     # One seed is no verdict; the report needs nothing but the lines.
     text = report.read_text()
@@ -92,11 +80,8 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     shutil.copy(report.parent / "runs.jsonl", copy)
     assert lsgpt_cli.main(["study", "learning-rates", "--report", str(copy)]) == 0
     assert (copy / "report.md").read_text() == text
-
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
-        run_study("learning-rates", num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
-    with pytest.raises(ValueError, match="`--scale` must be one of micro; got 'paper'"):
-        run_study("learning-rates", "paper", output_dir=report.parent, fields=fields)
+        run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
 
     # A crash while the line was written: the run's results are still there, and become a line again.
     runs_file = report.parent / "runs.jsonl"
@@ -104,8 +89,8 @@ def test_a_study_goes_on_where_it_was_and_repeats_itself(tmp_path):
     runs_file.write_text(whole + whole[:100])
     assert read_lines(report.parent) == [line]
     runs_file.write_text(whole[:100])
-    run_study("learning-rates", num_seeds=1, only=[arm], fields=fields)
-    assert [(line["arm"], line["values"]) for line in read_lines(report.parent)] == [(arm, same)]
+    run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
+    assert [(line["arm"], line["values"]) for line in read_lines(report.parent)] == [(arm, line["values"])]
 
 
 def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
@@ -113,13 +98,13 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
         digest = Study.digest
         comparisons = {}
 
-        def run(self, arm, seed, scale, folder, fields):
+        def run(self, arm, seed, folder, fields):
             return {"product": (torch.tensor([1e-30]) * 1e-10).item()}
 
     monkeypatch.setattr(one_run, "load_study", lambda name: Products())
-    assert Products().run("arm", 42, "micro", tmp_path, ())["product"] > 0
+    assert Products().run("arm", 42, tmp_path, ())["product"] > 0
     try:
-        one_run.main("products", "micro", "arm", "42", str(tmp_path))
+        one_run.main("products", "arm", "42", str(tmp_path))
     finally:
         torch.set_flush_denormal(False)
     assert json.loads(result_file(tmp_path, "arm", 42).read_text())["values"] == {"product": 0}
@@ -129,7 +114,6 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["learning-rate"], "did you mean 'learning-rates'"),
-        (["learning-rates", "--scale", "huge"], "`--scale` must be one of micro; got 'huge'"),
         (["learning-rates", "--only", "ls-lr7"], "`--only` must name arms of learning-rates.*got 'ls-lr7'"),
         (["learning-rates", "--report", "nowhere"], "`--report` must be a folder with the runs of a study"),
         (["learning-rates", "--max_stps", "3"], "unknown field '--max_stps'; did you mean '--max_steps'"),
@@ -144,6 +128,10 @@ def test_mistakes_are_found_before_the_first_run(arguments, message, capsys):
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
 def test_committed_reports_are_made_of_committed_results(tmp_path, file):
+    if file.parent.name in RETIRED:
+        head = (file.parent / "report.md").read_text()[:300]
+        assert re.search(r"retired.* the last commit with its code is\n`[0-9a-f]{40}`\.", head)
+        return
     shutil.copy(file, tmp_path)
     study = load_study(file.parent.name)
     report = write_report(study, tmp_path)
@@ -152,22 +140,20 @@ def test_committed_reports_are_made_of_committed_results(tmp_path, file):
     assert all("/" not in line["environment"]["commit"] for line in read_lines(file.parent))
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_grids_run(tmp_path, monkeypatch, name):
-    study = load_study(name)
-    special = {"lengths": "ls-rope", "heads-or-layers": "half-spread"}
-    arm = special.get(name, list(study.arms("micro"))[-1])
-    fields = small_fields(block_size="64")
-    if name == "lengths":  # its arms say how long blocks are
-        overrides = {"position_embedding_type": "rope", "max_position_embeddings": 64}
-        small = {"block_size": 64, "per_device_train_batch_size": 2, "config_overrides": overrides}
-        monkeypatch.setattr(study, "_arms", {arm: small})
-        fields = small_fields(block_size="64")
-    values = study.run(arm, 42, "micro", tmp_path, fields)
+def test_lengths_measure_what_is_longer(tmp_path, monkeypatch):
+    study, arm = load_study("lengths"), "ls-rope"
+    overrides = {"position_embedding_type": "rope", "max_position_embeddings": 64}
+    fields = {"block_size": 64, "per_device_train_batch_size": 2, "config_overrides": overrides}
+    monkeypatch.setattr(study, "arms", {arm: fields})
+    values = study.run(arm, 42, tmp_path, small_fields(block_size="64"))
     assert values["step"] == 4 and math.isfinite(values["eval_loss"]) and values["curves"]["max_logit"]
-    assert json.dumps(values)
-    if name == "lengths":
-        assert set(values["beyond"]) == {"1", "2", "4"}
+    assert set(values["beyond"]) == {"1", "2", "4"} and json.dumps(values)
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if isinstance(load_study(name), TrainingStudy)])
+def test_every_arm_is_a_recipe(name):
+    for arm in load_study(name).arms:
+        load_study(name).check(arm, ())
 
 
 def test_long_runs_measure_their_checkpoints(tmp_path, monkeypatch):
@@ -175,9 +161,7 @@ def test_long_runs_measure_their_checkpoints(tmp_path, monkeypatch):
     for field, value in {"steps": (2, 4), "contexts": (16, 64), "num_blocks": 4, "num_targets": 64}.items():
         monkeypatch.setattr(study, field, value)
     fields = small_fields(block_size="64", save_steps="2", max_eval_blocks="4")
-    runs = {
-        arm: [study.run(arm, seed, "micro", tmp_path, fields) for seed in (42, 43)] for arm in ("mhsa-rope", "ls-rope")
-    }
+    runs = {arm: [study.run(arm, seed, tmp_path, fields) for seed in (42, 43)] for arm in ("mhsa-rope", "ls-rope")}
     run = runs["ls-rope"][0]
     assert run["validation"]["2"] > run["validation"]["4"]
     # The last checkpoint is the model: its loss on all of the text is that of the evaluation, but for the first block.
@@ -224,36 +208,15 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "budget", 1.0)
     monkeypatch.setattr(study, "contexts", (16, 64))
     fields = small_fields(block_size="64", max_steps="100000", save_steps="5", max_logit_every_n_steps="0")
-    run = study.run("ls", 42, "micro", tmp_path, fields)
+    run = study.run("ls", 42, tmp_path, fields)
     assert 1.0 <= run["cpu_seconds"] < 1.5 and run["wall_seconds"] > 0 and run["step"] > 5
     logs = [json.loads(line) for line in (tmp_path / "ls" / "seed-42" / "metrics.jsonl").read_text().splitlines()]
     rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
     assert max(rates) <= 1.2e-3 and rates[-1] < 0.3 * 1.2e-3 and rate_at(0.02) == 1 and rate_at(1.0) == 0.1
     # A run that goes on has used what it had used.
     (tmp_path / "ls" / "seed-42" / "results.json").unlink()
-    again = study.run("ls", 42, "micro", tmp_path, fields)
+    again = study.run("ls", 42, tmp_path, fields)
     assert again["step"] <= run["step"] + 60 and again["cpu_seconds"] < 1.5
-
-
-def test_time_to_learn_stops_at_the_goal(tmp_path, monkeypatch):
-    study = load_study("time-to-learn")
-    scale = study.scales["micro"]
-    options = {**scale.fields["options"], "max_steps": 100, "per_device_train_batch_size": 2, "use_cpu": True}
-    monkeypatch.setattr(
-        study, "scales", {"micro": scale._replace(fields={**scale.fields, "eval_rows": 4, "options": options})}
-    )
-    run = study.run("recall-1-lr0.001", 47, "micro", tmp_path, ())
-    assert run["steps"] is None and [step for step, _ in run["far_accuracy"]] == [50, 100]
-    monkeypatch.setattr("lsgpt.studies.time_to_learn.GOAL", 0.0)
-    run = study.run("recall-1-lr0.001", 47, "micro", tmp_path, ())
-    assert run["steps"] == 50 and len(run["far_accuracy"]) == 1
-    runs = {
-        arm: [{"seed": seed, "steps": 300 if arm.startswith("recall-1") else None} for seed in range(47, 52)]
-        for arm in study.arms("micro")
-    }
-    assert study.comparisons["one-all-recall"].judge(runs).verdict == "supported"
-    assert study.comparisons["one-all-copy"].judge(runs).verdict == "inconclusive"
-    assert study.comparisons["no-head-recall"].judge(runs).verdict == "supported"
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -262,47 +225,27 @@ def test_every_study_says_what_it_does_before_it_is_run(name, capsys):
     assert name in capsys.readouterr().out
     study = load_study(name)
     assert study.name == name and study.title and study.question and study.protocol and study.comparisons
-    assert study.scales["micro"].num_seeds >= 2
-    for scale in study.scales:
-        arms = study.arms(scale)
-        assert arms and all(Path(arm).name == arm for arm in arms)
+    assert study.num_seeds >= 2 and study.arms and all(Path(arm).name == arm for arm in study.arms)
     with pytest.raises(SystemExit):
         lsgpt_cli.main(["study", name, "--help"])
     text = capsys.readouterr().out
-    assert f"about {study.scales['micro'].hours:g} hours of two CPU cores" in text
-    assert ("nobody has run it" in text) == ("paper" in study.scales)
-    assert all(item.claim in text for item in study.comparisons.values())
+    assert f"about {study.hours:g} hours of two CPU cores" in text
+    assert all(title_of(item) in text for item in study.comparisons.values())
 
 
 def test_a_run_that_diverged_has_no_loss(tmp_path):
     """Whatever the last good weights have: the arm is not the best one, and the table tells."""
-    study = load_study("positions")
+    study = load_study("sparse-dependencies")
     lines = []
-    for arm in study.arms("micro"):
+    for arm in study.arms:
         for i, loss in enumerate((4.3, 4.31, 4.32)):
             values = {"eval_loss": loss, "first_loss": 7.0, "diverged": False, "max_logit": 9.0, "spike_score": 0.0}
-            values |= {"diverged": True, "eval_loss": 4.0} if (arm, i) == ("ls-rope", 1) else {}
-            lines.append({"arm": arm, "seed": 42 + i, "scale": "micro", "values": values})
+            values |= {"diverged": True, "eval_loss": 4.0} if (arm, i) == ("ls", 1) else {}
+            lines.append({"arm": arm, "seed": 42 + i, "values": values})
     (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     runs = read_runs(study, tmp_path)
     assert "4.310 ± 0.014 (1 not finite)" in study.report(runs, tmp_path)
-    assert study.comparisons["loss-rope"].judge(runs).verdict == "inconclusive"
-
-
-def test_split_heads_and_split_layers_have_equally_large_caches():
-    study = load_study("heads-or-layers")
-    base = study.base("micro", [])
-    sizes = {}
-    for arm, changes in study.arms("micro").items():
-        config = join_arm(base.recipe, arm, changes).build_config()
-        num_global = [groups.get(GLOBAL, 0) for groups in config.head_groups]
-        sizes.setdefault(arm.split("-")[0], set()).add((sum(num_global), config.kv_cache_bytes(512)))
-    assert {name: [number for number, _ in each] for name, each in sizes.items()} == {
-        "mhsa": [24],
-        "ls": [4],
-        "one": [6],
-        "half": [12],
-    }
+    assert study.comparisons["gain"].judge(runs).verdict == "inconclusive"
 
 
 def test_sensitivity_is_the_mean_over_rates_less_the_best():
@@ -313,7 +256,7 @@ def test_sensitivity_is_the_mean_over_rates_less_the_best():
             {"seed": seed, "first_loss": 7.0, "eval_loss": 4.0 + 0.1 * seed, "diverged": arm == "ls-lr0.1"}
             for seed in range(3)
         ]
-        for arm in study.arms("micro")
+        for arm in study.arms
     }
     finding = study.comparisons["less-sensitive"].judge(runs)
     assert finding.verdict == "contradicted" and finding.effect == pytest.approx((3.0 + 2.9 + 2.8) / 3 / 5)

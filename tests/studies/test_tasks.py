@@ -1,31 +1,25 @@
-"""Studies of made-up tasks: their data, a run of each at a small size, reports, and verdicts."""
+"""Studies of small tasks: their data, a run of each at a small size, reports, and verdicts."""
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from study_reports import report_of, verdicts
+from study_reports import report_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lsgpt.studies import load_study
+from lsgpt.studies import load_study, noisy_labels
 from lsgpt.studies.degrees_of_freedom import fit, make_target, visible_pairs
 from lsgpt.studies.grid import collate_with_hidden_keys, hide_keys
-from lsgpt.studies.long_range import ASK, MARK, TASKS, answer, split_symbols
+from lsgpt.studies.noisy_labels import LOSSES, load_digits, replace_labels
+from lsgpt.studies.time_to_learn import TASKS, answer
 
 
-SEEDS = (42, 43)
-TINY_MODEL = {"hidden_size": 24, "num_hidden_layers": 1, "sliding_window": 4}
-TINY_OPTIONS = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True}
-
-
-def shrink(monkeypatch, study, **changes):
-    """Puts other settings into all scales of a study."""
-    scales = {name: scale._replace(fields={**scale.fields, **changes}) for name, scale in study.scales.items()}
-    monkeypatch.setattr(study, "scales", scales)
+TINY = {"max_steps": 3, "per_device_train_batch_size": 2, "warmup_steps": 1, "use_cpu": True}
 
 
 # Degrees of freedom
@@ -68,11 +62,12 @@ def test_queries_and_keys_are_fitted_to_a_target():
 
 def test_degrees_of_freedom_runs(tmp_path, monkeypatch):
     study = load_study("degrees-of-freedom")
-    shrink(monkeypatch, study, width=4, window=6, lengths=(16, 32), num_steps=20)
-    runs = {arm: [study.run(arm, seed, "micro", tmp_path, ()) for seed in SEEDS] for arm in study.arms("micro")}
+    for field, value in {"width": 4, "window": 6, "lengths": (16, 32), "num_steps": 20}.items():
+        monkeypatch.setattr(study, field, value)
+    runs = {arm: [study.run(arm, seed, tmp_path, ()) for seed in (42, 43)] for arm in study.arms}
     assert runs["dense-local-causal"][0] != runs["dense-local-causal"][1]
     # The same seed gives the same numbers.
-    assert runs["mixed-causal"][0] == study.run("mixed-causal", SEEDS[0], "micro", tmp_path, ())
+    assert runs["mixed-causal"][0] == study.run("mixed-causal", 42, tmp_path, ())
     text = report_of(study, runs, tmp_path / "report")
     assert "| arm | n / d = 4 | n / d = 8 |" in text
     assert text.count("| `mixed-causal` |") == 3
@@ -122,17 +117,16 @@ def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
         "use_cpu": "true",
     }
     fields = [part for name, value in options.items() for part in (f"--{name}", value)]
-    study.prepare("micro", tmp_path, fields)
-    for arm in study.arms("micro"):
-        runs[arm] = [study.run(arm, 42, "micro", tmp_path, fields)]
-    for name in ("mhsa", "ls"):
-        assert runs[name][0]["eval_loss"] != runs[f"{name}-hidden"][0]["eval_loss"]
+    study.prepare(tmp_path, fields)
+    for arm in ("mhsa", "mhsa-hidden"):
+        runs[arm] = [study.run(arm, 42, tmp_path, fields)]
+    assert runs["mhsa"][0]["eval_loss"] != runs["mhsa-hidden"][0]["eval_loss"]
 
     # A run that goes on from a checkpoint hides what it would have hidden.
     folder = tmp_path / "mhsa-hidden" / "seed-42"
     (folder / "results.json").unlink()
     (folder / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    again = study.run("mhsa-hidden", 42, "micro", tmp_path, fields)
+    again = study.run("mhsa-hidden", 42, tmp_path, fields)
     assert again["step"] == 4
     assert again["eval_loss"] == pytest.approx(runs["mhsa-hidden"][0]["eval_loss"], rel=1e-6)
     before, after = (
@@ -142,44 +136,35 @@ def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
         assert torch.allclose(first, second, atol=1e-6)
 
     text = report_of(study, runs, tmp_path / "report")
-    assert text.count("Verdict: **inconclusive**") == 3  # one seed
-    assert "| `ls-hidden` |" in text
+    assert text.count("Verdict: **inconclusive**") == 1 and text.count("Verdict: **open**") == 2  # one seed
+    assert "| `mhsa-hidden` |" in text
 
 
-# Long range
+# Recall and copying
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_those_that_were_given(task):
     generator, found = np.random.default_rng(0), []
-    keys, values = split_symbols(64)
-    assert {*keys, *values, MARK, ASK} == {*range(64)}
     for _ in range(100):
         ids, labels, distances = TASKS[task](generator, 96, 64)
         assert ids.shape == labels.shape == distances.shape == (96,)
-        assert ids.min() >= 0 and ids.max() < 64
+        assert ids.min() >= 2 and ids.max() < 64
         places = np.flatnonzero(labels >= 0)
-        assert (np.flatnonzero(distances) == places).all()
+        assert (np.flatnonzero(distances) == places).all() and (labels[places] == ids[places]).all()
         if task == "recall":
-            assert set(ids[::2]) <= {*keys} and set(ids[1::2]) <= {*values}
+            assert set(ids[::2]) <= set(range(2, 33)) and set(ids[1::2]) <= set(range(33, 64))
             for place in range(1, 96, 2):
                 before = np.flatnonzero(ids[: place - 1] == ids[place - 1])
                 assert (place in places) == (len(before) > 0)
                 if len(before):
-                    assert set(ids[before + 1]) == {ids[place]} == {labels[place]}
+                    assert set(ids[before + 1]) == {ids[place]}
                     assert distances[place] == place - 1 - before[-1]
-        elif task == "copy":
-            size = places[0]
-            assert 4 <= size <= 48 and len(set(ids[:size])) == size and not {MARK, ASK} & set(ids)
-            assert (places == np.arange(size, 96)).all() and (distances[places] == size).all()
-            assert (labels[places] == ids[places]).all() and (ids[places] == ids[places - size]).all()
         else:
-            (needle,) = np.flatnonzero(ids == MARK)
-            assert len(places) == 12 and (labels[places] == ids[needle + 1]).all()
-            assert (ids[places - 1] == ASK).all() and (ids == ASK).sum() == 12
-            assert (distances[places] == places - 1 - needle).all()
-            # The answers themselves do not stand there.
-            assert (ids[places] == labels[places]).mean() < 0.5
+            size = places[0]
+            assert 4 <= size <= 48 and len(set(ids[:size])) == size
+            assert (places == np.arange(size, 96)).all() and (distances[places] == size).all()
+            assert (ids[places] == ids[places - size]).all()
         found.extend(distances[places])
     assert min(found) < 20 and max(found) > 40
 
@@ -208,57 +193,91 @@ def test_an_answer_is_what_the_token_before_it_predicts(task):
     assert not answer(Oracle(rows, 0), rows)[0].any()
 
 
-def test_long_range_runs(tmp_path, monkeypatch):
-    study, runs = load_study("long-range"), {}
-    config = {**TINY_MODEL, "num_attention_heads": 6, "max_position_embeddings": 48, "vocab_size": 64}
-    config |= {"position_embedding_type": "rope"}
-    options = {**TINY_OPTIONS, "warmup_steps": 1}
-    shrink(monkeypatch, study, config=config, eval_rows=20, options=options)
-    for arm, seed in (("recall-0", 42), ("recall-1", 42), ("recall-1", 43), ("needle-6", 42), ("copy-2", 42)):
-        runs.setdefault(arm, []).append(study.run(arm, seed, "micro", tmp_path, ()))
-        assert 0 <= runs[arm][-1]["far_accuracy"] <= 1
-    assert runs["recall-1"][0] != runs["recall-1"][1]
-    slower, faster = study.arms("micro")["needle-6"][2] / 2, study.arms("micro")["needle-6"][2] * 2
-    assert [study.arms("micro")[f"needle-6-lr{rate:g}"] for rate in (slower, faster)] == [
-        ("needle", 6, slower),
-        ("needle", 6, faster),
-    ]
-    assert study.run(f"needle-6-lr{faster:g}", 42, "micro", tmp_path, ())["curves"] != runs["needle-6"][0]["curves"]
-    # The same seed gives the same numbers.
-    same, again = (
-        {**values, "near_accuracy": None}
-        for values in (runs["recall-1"][0], study.run("recall-1", 42, "micro", tmp_path, ()))
-    )
-    assert again == same
-    text = report_of(study, runs, tmp_path / "report")
-    assert "### Copy" in text and "| `needle-6` |" in text
-
-
-def test_verdicts_follow_from_the_comparisons():
-    study = load_study("long-range")
-    accuracies = {"recall": (0.1, 0.9, 0.9, 0.2), "copy": (0.1, 0.9, 0.6, 0.9), "needle": (0.9, 0.9, 0.95, 0.99)}
-    runs = {}
-    for task, of_task in accuracies.items():
-        arms = (*(f"{task}-{count}" for count in (0, 1, 2)), f"{task}-6-lr0.004")
-        for arm, accuracy in (*zip(arms, of_task), (f"{task}-6", 0.0), (f"{task}-6-lr0.001", 0.0)):
-            runs[arm] = [{"far_accuracy": accuracy + x} for x in (0, 0.01, 0.02)]
-    assert verdicts(study, runs) == {
-        "one-head-recall": "supported",
-        "one-head-copy": "equal within 0.05",
-        "one-head-needle": "contradicted",
-        "no-head-recall": "supported",
-        "no-head-copy": "supported",
-        "no-head-needle": "equal within 0.05",
-        "second-head-recall": "equal within 0.05",
-        "second-head-copy": "contradicted",
-        "second-head-needle": "supported",
-    }
-    logits = {"mhsa": 150.0, "mhsa-hidden": 20.0, "ls": 100.0, "ls-hidden": 80.0}
-    losses = {"mhsa": 4.5, "mhsa-hidden": 4.8, "ls": 4.3, "ls-hidden": 4.8}
+def test_time_to_learn_stops_at_the_goal(tmp_path, monkeypatch):
+    study, arm = load_study("time-to-learn"), "recall-1-lr0.001"
+    monkeypatch.setattr("lsgpt.studies.time_to_learn.EVERY", 5)
+    monkeypatch.setattr(study, "eval_rows", 4)
+    monkeypatch.setattr(study, "options", {**study.options, **TINY, "max_steps": 10})
+    run = study.run(arm, 47, tmp_path, ())
+    assert run["steps"] is None and [step for step, _ in run["far_accuracy"]] == [5, 10]
+    assert run["max_logit"] > 0 and not run["diverged"]
+    monkeypatch.setattr("lsgpt.studies.time_to_learn.GOAL", 0.0)
+    run = study.run(arm, 47, tmp_path, ())
+    assert run["steps"] == 5 and len(run["far_accuracy"]) == 1
     runs = {
-        arm: [{"max_logit": logits[arm] * (1 + x), "eval_loss": losses[arm] + x / 10} for x in (0.0, 0.01, 0.03)]
-        for arm in logits
+        arm: [{"seed": seed, "steps": 300 if arm.startswith("recall-1") else None} for seed in range(47, 52)]
+        for arm in study.arms
     }
-    assert set(verdicts(load_study("sparse-dependencies"), runs).values()) == {"supported"}
-    runs["mhsa-hidden"][0] |= {"max_logit": None, "eval_loss": None}  # one run that diverged decides nothing
-    assert set(verdicts(load_study("sparse-dependencies"), runs).values()) == {"inconclusive"}
+    assert study.comparisons["one-all-recall"].judge(runs).verdict == "supported"
+    assert study.comparisons["one-all-copy"].judge(runs).verdict == "inconclusive"
+    assert study.comparisons["no-head-recall"].judge(runs).verdict == "supported"
+
+
+# Wrong labels
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
+def test_a_share_of_the_labels_is_replaced_by_others(share):
+    labels = np.arange(5000) % 10
+    before = labels.copy()
+    replaced = replace_labels(labels, share, 42)
+    is_wrong = replaced != labels
+    assert is_wrong.sum() == round(share * 5000)
+    assert (labels == before).all() and (replaced == replace_labels(labels, share, 42)).all()
+    if share:
+        # Nine other classes, all of which are as likely.
+        shifts = np.bincount((replaced - labels)[is_wrong] % 10, minlength=10)
+        assert shifts[0] == 0 and shifts[1:].min() > 0.7 * is_wrong.sum() / 9
+        assert (replaced != replace_labels(labels, share, 43)).any()
+        assert ((replace_labels(labels, share + 0.2, 42) == replaced) | ~is_wrong).all()
+
+
+def test_the_digits_are_cut_into_training_and_test():
+    digits = load_digits()
+    assert {name: images.shape for name, (images, _) in digits.items()} == {"train": (400, 64), "test": (1397, 64)}
+    seen = {image.tobytes() for image in digits["train"][0]}
+    assert not any(image.tobytes() in seen for image in digits["test"][0])
+    for images, labels in digits.values():
+        assert images.min() == 0 and images.max() == 16
+        assert np.bincount(labels).min() > 0.08 * len(labels)
+
+
+def test_digits_without_scikit_learn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match="pip install scikit-learn"):
+        load_study("noisy-labels").prepare(tmp_path, ())
+
+
+def test_an_arm_is_the_loss_that_it_is_called():
+    logits, labels = torch.randn(50, 10), torch.randint(0, 10, (50,))
+    p = logits.softmax(-1)[torch.arange(50), labels]
+    expected = {f"e{e}": (-p.log()) ** e for e in (1, 0.9, 0.7, 0.5)}
+    expected |= {"gce": (1 - p**0.7) / 0.7, "sce": -0.1 * p.log() + 4 * (1 - p)}
+    assert set(load_study("noisy-labels").arms) == set(expected)
+    for arm, losses in expected.items():
+        assert LOSSES[arm]((logits,), labels).item() == pytest.approx(losses.mean().item(), rel=1e-5)
+
+
+def test_noisy_labels_run(tmp_path, monkeypatch):
+    study, generator = load_study("noisy-labels"), np.random.default_rng(0)
+    images, labels = generator.integers(0, 17, (20, 12)), np.arange(20) % 10
+    digits = {"train": (images, labels), "test": (images, labels)}
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "sliding_window": 5}
+    monkeypatch.setattr("lsgpt.studies.noisy_labels.load_digits", lambda: digits)
+    monkeypatch.setattr("lsgpt.studies.noisy_labels.SHARES", (0.0, 0.5))
+    monkeypatch.setattr(study, "model", {**shape, "max_position_embeddings": 12, "position_embedding_type": "learned"})
+    monkeypatch.setattr(study, "options", {**TINY, "learning_rate": 1e-2})
+    predicted, classify = [], noisy_labels.classify
+    monkeypatch.setattr(noisy_labels, "classify", lambda *args: predicted.append(classify(*args)) or predicted[-1])
+    runs = {arm: [study.run(arm, 42, tmp_path, ())] for arm in ("e1", "e0.5")}
+    # The same seed gives the same labels to every loss, and the losses train to different models.
+    given = replace_labels(labels, 0.5, 42)
+    fits = [runs[arm][0]["by_share"][1] for arm in runs]
+    for found, of_training in zip(fits, (predicted[2], predicted[6])):
+        is_wrong = given != labels
+        assert found["memorized"] == np.mean(of_training[is_wrong] == given[is_wrong])
+        assert found["fitted"] == np.mean(of_training[~is_wrong] == labels[~is_wrong])
+    text = report_of(study, runs, tmp_path / "report")
+    assert "](accuracy.png)" in text
+    assert "| loss | 0% wrong | 50% wrong |" in text and text.count("| `e0.5` |") == 3
+    assert text.count("Verdict: **open**") == 5 and text.count("Verdict: **inconclusive**") == 2  # one seed
