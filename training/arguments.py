@@ -18,7 +18,7 @@ from transformers.hf_argparser import HfArg
 from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe
 from lsgpt.utilities import suggest
 
-from .averaging import AVERAGES, read_averaging
+from .averaging import AVERAGES, check_updates, read_averaging
 from .folders import find_checkpoint, free_folder
 
 
@@ -352,6 +352,8 @@ def check_arguments(arguments: Arguments):
             f"`trainable` must be all without `model_name_or_path`, because the other weights would stay random; got "
             f"{model.trainable!r}"
         )
+    if run.averaging is not None and args.max_steps > 0:
+        check_updates(run.averaging, args.max_steps)
     if run.averaging is not None and model.trainable == "lora":
         raise ValueError(
             "`averaging` must not be combined with `trainable: lora`, whose adapters are merged at the end of the "

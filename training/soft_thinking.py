@@ -276,10 +276,10 @@ def generate_soft_thinking(
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None or (model.training and getattr(model, "is_gradient_checkpointing", False)):
+            if past_key_values is None or (model.training and _checkpoints_activations(model)):
                 raise ValueError(
-                    "`use_cache` must be False for a model that returns no cache, as with gradient checkpointing in "
-                    "training mode; call `model.gradient_checkpointing_disable()` or pass `use_cache=False`"
+                    "`use_cache` must be False for a model that returns no cache, as with activation checkpointing in "
+                    "training mode; turn that off, or pass `use_cache=False`"
                 )
         else:
             inputs_embeds = torch.cat([inputs_embeds, next_embeds], dim=1)
@@ -352,6 +352,11 @@ def check_decoder(model: nn.Module):
             "`model` must be a decoder whose `forward` takes `inputs_embeds`, because a soft step has no token id; "
             f"got {type(model).__name__}"
         )
+
+
+def _checkpoints_activations(model: nn.Module) -> bool:
+    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:

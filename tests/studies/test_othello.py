@@ -135,12 +135,12 @@ TINY_MODEL = {"hidden_size": 24, "num_hidden_layers": 1, "sliding_window": 4}
 
 @pytest.fixture
 def tiny_study(monkeypatch):
-    """The study at a tiny size, whose averages are known: EMA without a memory, and BEMA without an update."""
+    """The study at a tiny size, whose averages are known: EMA without a memory, and BEMA that moves by nothing."""
     study = load_study("othello")
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True}
     changes = {
         "config": TINY_MODEL,
-        "averages": {"ema": {"decay": 0.0}, "bema": {"every_n_steps": 4}},
+        "averages": {"ema": {"decay": 0.0}, "bema": {"every_n_steps": 1, "kappa": 50.0, "eta": 50.0}},
         "eval_games": 6,
         "options": {**options, "warmup_steps": 1},
     }

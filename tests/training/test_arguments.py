@@ -112,6 +112,7 @@ def test_config_overrides_change_the_model(tmp_path):
             [],
             "`averaging` must be a kind, or a mapping of a kind and .*; got",
         ),
+        ("averaging: bema\nmax_steps: 399", [], "`every_n_steps` of the average must be at most the 399 .* got 400"),
         ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
     ],
@@ -152,6 +153,7 @@ def test_recipe_of_a_run_repeats_it(tmp_path):
     assert again[:3] == arguments[:3]
     assert again.training.to_dict() == arguments.training.to_dict()
     assert again.recipe == arguments.recipe == parse_arguments(arguments.recipe).recipe
+    assert "secret" not in str(parse_arguments("demo", ["--hub_token", "secret"]).recipe)
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -166,7 +166,10 @@ def train_adapter(model, folder, **arguments):
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_lora_changes_the_adapter_only_and_its_logits_are_logged(tiny_model, tmp_path, checkpointing):
     before = tiny_model().state_dict()
-    arguments = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
+    arguments = {
+        "activation_checkpointing": checkpointing is not None,
+        "activation_checkpointing_kwargs": checkpointing,
+    }
     trainer, expected = train_adapter(tiny_model(), tmp_path, **arguments)
 
     after = {name: p for name, p in trainer.model.get_base_model().state_dict().items() if "lora_" not in name}
