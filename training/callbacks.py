@@ -141,13 +141,8 @@ class StepTimerCallback(TrainerCallback):
         self._hook = None
 
     @property
-    def median(self) -> float:
-        """Median seconds per step; the first three (warm-up) count only if there are no others."""
-        return statistics.median(self.seconds[3:] or self.seconds or [math.nan])
-
-    @property
     def tokens_per_second(self) -> float:
-        """Median over the steps; the first three count only if there are no others."""
+        """Median over the steps; the first three (warm-up) count only if there are no others."""
         speeds = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)]
         return statistics.median(speeds[3:] or speeds or [math.nan])
 

@@ -63,7 +63,7 @@ def test_a_training_may_be_the_beginning_of_a_longer_schedule(tiny_model, tmp_pa
     rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([5e-5 * (8 - i) / 8 for i in range(4)])
     assert args.lr_scheduler_kwargs == {"num_training_steps": 8}
-    assert len(timer.seconds) == 4 and 0 < timer.median == timer.seconds[3]
+    assert len(timer.seconds) == 4 and timer.tokens_per_second == timer.tokens[3] / timer.seconds[3] > 0
 
 
 def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path):
