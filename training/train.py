@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from accelerate.utils import broadcast_object_list
@@ -398,7 +399,7 @@ def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_per
 
 def largest(values: list[float]) -> float | None:
     """Returns the maximum of the values: NaN if one of them is NaN, None if there are none."""
-    return next((value for value in values if math.isnan(value)), max(values)) if values else None
+    return float(np.max(values)) if values else None
 
 
 def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
