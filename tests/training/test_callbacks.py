@@ -66,6 +66,14 @@ def test_a_training_may_be_the_beginning_of_a_longer_schedule(tiny_model, tmp_pa
     assert len(timer.seconds) == 4 and timer.tokens_per_second == timer.tokens[3] / timer.seconds[3] > 0
 
 
+def test_tokens_of_all_processes_count_and_those_of_shared_rows_once():
+    timer, state = StepTimerCallback(), SimpleNamespace(global_step=0, num_input_tokens_seen=0)
+    timer._step_tokens, sharing = 30, SimpleNamespace(cp_size=2)
+    args = SimpleNamespace(world_size=4, parallelism_config=sharing, include_num_input_tokens_seen="no")
+    timer.on_optimizer_step(args, state, None)
+    assert timer.tokens == [60] and state.num_input_tokens_seen == 60
+
+
 def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path):
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
     args = TrainingArguments(tmp_path, max_steps=6, save_strategy="no", use_cpu=True)

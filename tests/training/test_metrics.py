@@ -15,12 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from lsgpt.training.data import train_tokenizer
-from lsgpt.training.metrics import (
-    LanguageModelingMetrics,
-    TokenMetrics,
-    count_bytes,
-    token_losses,
-)
+from lsgpt.training.metrics import LanguageModelingMetrics, TokenMetrics, count_bytes, token_losses
 
 
 TEXTS = [
