@@ -18,7 +18,7 @@ from transformers.hf_argparser import HfArg
 from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe
 from lsgpt.utilities import suggest
 
-from .averaging import AVERAGES, read_averaging
+from .averaging import AVERAGES, check_updates, read_averaging
 from .folders import find_checkpoint, free_folder
 
 
@@ -130,7 +130,6 @@ def _read_yaml(value):
 
 OURS = (ModelArguments, DataArguments, RunArguments)
 _FIELDS = [f.name for argument_type in (*OURS, TrainingArguments) for f in fields(argument_type) if f.init]
-
 ADAGC = "adagc"
 
 _GONE = {
@@ -155,14 +154,8 @@ _GONE = {
 """Fields of earlier versions: what became of them, and the values with which recipes are the same without them."""
 
 _SMALLEST = {
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "max_eval_blocks": 1,
-    "max_grad_norm": 0,
-    "max_logit_every_n_steps": 0,
-    "per_device_train_batch_size": 1,
-    "sink_learning_rate": 0,
-    "z_loss": 0,
+    **dict.fromkeys(("learning_rate", "max_grad_norm", "max_logit_every_n_steps", "sink_learning_rate", "z_loss"), 0),
+    **dict.fromkeys(("gradient_accumulation_steps", "max_eval_blocks", "per_device_train_batch_size"), 1),
 }
 """Fields that must be finite and at least this. Other values would fail late, or silently."""
 
@@ -198,9 +191,8 @@ def make_parser(**kwargs) -> HfArgumentParser:
     parser = HfArgumentParser((*OURS, TrainingArguments), allow_abbrev=False, exit_on_error=False, **kwargs)
     parser._optionals.title = "transformers.TrainingArguments"
     parser._action_groups.append(parser._action_groups.pop(1))  # the help begins with our fields
-    for action in parser._actions:  # AdaGC is no optimizer of Transformers, see `Arguments.uses_adagc`
-        if action.dest == "optim":
-            action.choices = [*(action.choices or ()), ADAGC]
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices = [*(optim.choices or ()), ADAGC]  # no optimizer of Transformers, see `Arguments.uses_adagc`
     return parser
 
 
@@ -269,9 +261,8 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
     for gone, (words, harmless) in _GONE.items():
         if gone in values and values.pop(gone) not in harmless:
             raise ValueError(f"recipe {name} has the field `{gone}`, which has been {words}; delete it")
-    for field_name in values:
-        if field_name not in _FIELDS:
-            raise ValueError(f"recipe {name} has an unknown field {field_name!r}{suggest(str(field_name), _FIELDS)}")
+    if unknown := [field for field in values if field not in _FIELDS]:
+        raise ValueError(f"recipe {name} has an unknown field {unknown[0]!r}{suggest(str(unknown[0]), _FIELDS)}")
     # The parser converts and checks only strings, so numbers become strings. YAML reads 3e-4 as one anyway.
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
@@ -342,16 +333,16 @@ def check_arguments(arguments: Arguments):
     for name, is_set in (("teacher", model.teacher), ("trainable: lora", model.trainable == "lora")):
         if is_set and is_sharded:
             raise ValueError(f"`{name}` must not be combined with FSDP or DeepSpeed; use DDP or one process")
-    if model.trainable not in (choices := ("all", "light", "lora")):
-        raise ValueError(
-            f"`trainable` must be one of {', '.join(choices)}; got {model.trainable!r}"
-            f"{suggest(model.trainable, choices)}"
-        )
-    if model.trainable != "all" and not model.model_name_or_path:
+    kind, choices = model.trainable, ("all", "light", "lora")
+    if kind not in choices:
+        raise ValueError(f"`trainable` must be one of {', '.join(choices)}; got {kind!r}{suggest(kind, choices)}")
+    if kind != "all" and not model.model_name_or_path:
         raise ValueError(
             f"`trainable` must be all without `model_name_or_path`, because the other weights would stay random; got "
-            f"{model.trainable!r}"
+            f"{kind!r}"
         )
+    if run.averaging is not None and args.max_steps > 0:
+        check_updates(run.averaging, args.max_steps)
     if run.averaging is not None and model.trainable == "lora":
         raise ValueError(
             "`averaging` must not be combined with `trainable: lora`, whose adapters are merged at the end of the "

@@ -23,14 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.utils import logging
 
 from lsgpt.utilities import suggest
 
 from .callbacks import local_part
-
-
-logger = logging.get_logger(__name__)
 
 
 AVERAGES: dict[str, dict[str, float]] = {
@@ -44,9 +40,6 @@ arXiv:2508.00180."""
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
 """Settings must be at least the first number and below the second. A `rho` of 1 or more keeps the weight of a BEMA
 update from exceeding 1."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by element size in bytes."""
 
 
 def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
@@ -62,24 +55,22 @@ def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     """
     if value is None:
         return None
-    value = {"kind": value} if isinstance(value, str) else value
-    if not isinstance(value, dict) or "kind" not in value:
+    given = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(given, dict) or "kind" not in given:
         raise ValueError(
             "`averaging` must be a kind, or a mapping of a kind and its settings, as in '{kind: ema, decay: 0.9999}'; "
             f"got {value!r}"
         )
-    kind = value["kind"]
+    kind = given["kind"]
     if kind not in AVERAGES:
         known = ", ".join(AVERAGES)
         raise ValueError(f"the `kind` of average must be one of {known}; got {kind!r}{suggest(str(kind), AVERAGES)}")
-    settings = dict(AVERAGES[kind])
-    for name, setting in value.items():
-        if name == "kind":
-            continue
+    settings = {"kind": kind, **AVERAGES[kind]}
+    for name, setting in given.items():
         if name not in settings:
-            raise ValueError(f"the average {kind} has the settings {', '.join(settings)}; got {name!r}")
-        settings[name] = _read_setting(name, setting)
-    return {"kind": kind, **settings}
+            raise ValueError(f"the average {kind} has the settings {', '.join(AVERAGES[kind])}; got {name!r}")
+        settings[name] = kind if name == "kind" else _read_setting(name, setting)
+    return settings
 
 
 def _read_setting(name: str, value: Any) -> float:
@@ -192,11 +183,7 @@ class AveragedWeightsCallback(TrainerCallback):
         if state.global_step > 0:
             self._load(args, state, model)
             return
-        if state.max_steps < self.settings["every_n_steps"]:
-            logger.warning(
-                f"the averaged weights will stay those of the untrained model: {self.kind} is updated every "
-                f"{self.settings['every_n_steps']} steps, and the training has {state.max_steps}; set `every_n_steps`"
-            )
+        check_updates(self.settings, state.max_steps)
         for part in self._parts().values():
             part.clear()
             part.update({name: weight.to(torch.float32, copy=True) for name, weight in weights.items()})
@@ -346,32 +333,39 @@ class AveragedWeightsCallback(TrainerCallback):
         A Trainer does not tell a callback which checkpoint that is. It is the one whose averages were saved together
         with the weights that the model has now.
         """
-        file_name, weights = self._file_name(args, model), _trained_weights(model)
+        weights = _trained_weights(model)
         folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
         if isinstance(args.resume_from_checkpoint, str | os.PathLike):
             folders.insert(0, Path(args.resume_from_checkpoint))
+        files = [folder / self._file_name(args, model) for folder in dict.fromkeys(folders)]
         fingerprint = _fingerprint(weights)
-        for folder in folders:
-            if not (folder / file_name).is_file():
+        for file in filter(Path.is_file, files):
+            metadata = _read_metadata(file)
+            if metadata["raw_weights"] != fingerprint:
                 continue
-            with safe_open(folder / file_name, framework="pt") as file:
-                metadata = file.metadata()
-                if metadata["raw_weights"] != fingerprint:
-                    continue
-                if metadata["kind"] != self.kind:
-                    raise ValueError(
-                        f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {folder}, to resume "
-                        f"from it; got {self.kind}"
-                    )
-            self._read(folder / file_name, weights)
+            if metadata["kind"] != self.kind:
+                raise ValueError(
+                    f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {file.parent}, to resume "
+                    f"from it; got {self.kind}"
+                )
+            self._read(file, weights)
             return
-        places = " and ".join(str(folder / file_name) for folder in dict.fromkeys(folders))
+        places = " and ".join(map(str, files))
         raise ValueError(
             "a run that resumes from a checkpoint must continue its averages; there are none for these weights "
             f"of step {state.global_step}: looked for {places}. If the checkpoint is in another folder, set "
             "`resume_from_checkpoint` of the TrainingArguments to it. If it has no averages, because they were not "
             "enabled or the run was killed while saving them, resume from an earlier checkpoint, or train without "
             "averages"
+        )
+
+
+def check_updates(settings: dict[str, Any], max_steps: int):
+    """Raises `ValueError` if a training is too short for a single update of its average."""
+    if max_steps < settings["every_n_steps"]:
+        raise ValueError(
+            f"`every_n_steps` of the average must be at most the {max_steps} steps of the training, or the average "
+            f"stays the untrained model; got {settings['every_n_steps']}"
         )
 
 
@@ -382,10 +376,13 @@ def check_averages(checkpoint: str | Path, kind: str):
         raise ValueError(
             f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to continue"
         )
-    with safe_open(files[0], framework="pt") as file:
-        found = file.metadata()["kind"]
-    if found != kind:
+    if (found := _read_metadata(files[0])["kind"]) != kind:
         raise ValueError(f"the `kind` of `averaging` must be {found}, as in {str(checkpoint)!r}; got {kind}")
+
+
+def _read_metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.metadata()
 
 
 def _check_run(state, model: nn.Module):
@@ -432,10 +429,10 @@ def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
     It sums the bits as integers, because integer sums, unlike floating-point sums, do not depend on the order.
     """
-    sums = [
-        (name, weight.contiguous().view(_INTEGERS[weight.element_size()]).sum(dtype=torch.int64).item())
-        for name, weight in sorted(weights.items())
-    ]
+    sums = []
+    for name, weight in sorted(weights.items()):
+        bits = weight.contiguous().view(getattr(torch, f"int{8 * weight.element_size()}"))
+        sums.append((name, bits.sum(dtype=torch.int64).item()))
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 

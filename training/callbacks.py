@@ -1,6 +1,5 @@
 """Callbacks for any `transformers.Trainer`."""
 
-import inspect
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import statistics
 import threading
 import time
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -85,7 +83,6 @@ class SaveOnSignalCallback(TrainerCallback):
         """Whether a signal ended the training."""
         self._is_pending = False
         self._previous_handler: Any = None
-        self._loop: CodeType | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.was_signalled = self._is_pending = False
@@ -93,10 +90,6 @@ class SaveOnSignalCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
             return
-        frame = inspect.currentframe()
-        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-            frame = frame.f_back
-        self._loop = frame.f_code if frame is not None else None
         self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -115,7 +108,7 @@ class SaveOnSignalCallback(TrainerCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
     def _remember(self, signal_number, frame):
-        while self._loop is not None and frame is not None and frame.f_code is not self._loop:
+        while frame is not None and frame.f_code is not Trainer.train.__code__:
             frame = frame.f_back
         if frame is None:  # an exception has ended the training, and nobody will look
             self._restore()
@@ -141,13 +134,8 @@ class StepTimerCallback(TrainerCallback):
         self._hook = None
 
     @property
-    def median(self) -> float:
-        """Median seconds per step; the first three (warm-up) count only if there are no others."""
-        return statistics.median(self.seconds[3:] or self.seconds or [math.nan])
-
-    @property
     def tokens_per_second(self) -> float:
-        """Median over the steps; the first three count only if there are no others."""
+        """Median over the steps; the first three (warm-up) count only if there are no others."""
         speeds = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)]
         return statistics.median(speeds[3:] or speeds or [math.nan])
 

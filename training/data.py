@@ -97,10 +97,8 @@ def load_documents(
         splits = load_stdlib()
         if not streaming:
             return splits
-        shards = {name: min(STDLIB_SHARDS, len(documents)) for name, documents in splits.items()}
-        return IterableDatasetDict(
-            {name: documents.to_iterable_dataset(shards[name]) for name, documents in splits.items()}
-        )
+        streams = {name: x.to_iterable_dataset(min(STDLIB_SHARDS, len(x))) for name, x in splits.items()}
+        return IterableDatasetDict(streams)
     is_local = Path(dataset_name).exists()
     if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
         siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
@@ -146,25 +144,25 @@ def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | 
     Raises `ValueError`, with `place` in its message, if the column `text` holds anything but strings. A stream is
     checked row by row when it is read.
     """
-    feature = (documents.features or {}).get("text")
-    if feature is not None and not (isinstance(feature, Value) and "string" in feature.dtype):
-        found = feature.dtype if isinstance(feature, Value) else type(feature).__name__.lower()
-        raise ValueError(_not_text(place, f"values of the type {found}"))
     if isinstance(documents, IterableDataset):
         return documents.map(_check_row, fn_kwargs={"place": place}, features=documents.features)
+    feature = documents.features["text"]
+    found = feature.dtype if isinstance(feature, Value) else type(feature).__name__.lower()
+    if "string" not in found:
+        raise _not_text(place, f"values of the type {found}")
     if nulls := documents.data.column("text").null_count:
-        raise ValueError(_not_text(place, f"no text (null) in {nulls} of {len(documents)} rows"))
+        raise _not_text(place, f"no text (null) in {nulls} of {len(documents)} rows")
     return documents
 
 
 def _check_row(row: dict, place: str) -> dict:
     if not isinstance(row["text"], str):
-        raise ValueError(_not_text(place, repr(row["text"])[:60]))
+        raise _not_text(place, repr(row["text"])[:60])
     return row
 
 
-def _not_text(place: str, found: str) -> str:
-    return (
+def _not_text(place: str, found: str) -> ValueError:
+    return ValueError(
         f"`text_column` must hold one string in each row; {place} {found}. Remove such rows, or convert them to text "
         "first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
     )
@@ -336,10 +334,7 @@ def tokenize(
     Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes. What looks like
     a special token in a document is text, unless the tokenizer has a chat template.
     """
-    # A stream yields its first block only after a whole batch of documents, which may be books.
-    batch_size = 100 if isinstance(documents, Dataset) else 4
-    options = {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names or ["text"]}
-    options["fn_kwargs"] = {"tokenizer": tokenizer}
+    options = {"fn_kwargs": {"tokenizer": tokenizer}, **_in_batches(documents, "text")}
     if isinstance(documents, Dataset):
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
@@ -387,25 +382,21 @@ def pack(
     Raises:
         ValueError: If there is less than one block of tokens.
     """
-    packer = _Packer(block_size, respect_boundaries)
     names = ["input_ids", "position_ids"] if respect_boundaries else ["input_ids"]
     features = Features({name: Sequence(Value("int32")) for name in names})
-    if isinstance(tokens, IterableDataset):
-        # A stream yields its first block only after a whole batch of documents, which may be books.
-        options = {
-            "batched": True,
-            "batch_size": 4,
-            "with_indices": True,
-            "remove_columns": tokens.column_names or ["input_ids"],
-        }
-        return tokens.map(packer, features=features, **options)
-    num_tokens = 0
-    for document in tokens:
-        num_tokens += len(document["input_ids"])
-        if num_tokens >= block_size:
-            kwargs = {"tokens": tokens, "packer": packer}
-            return Dataset.from_generator(_generate_blocks, features=features, gen_kwargs=kwargs)
-    raise ValueError(f"`block_size` must be at most the {num_tokens} tokens of the data; got {block_size}")
+    options = {"features": features, "with_indices": True, **_in_batches(tokens, "input_ids")}
+    blocks = tokens.map(_Packer(block_size, respect_boundaries), **options)
+    if isinstance(blocks, Dataset) and len(blocks) == 0:
+        num_tokens = sum(map(len, tokens["input_ids"]))
+        raise ValueError(f"`block_size` must be at most the {num_tokens} tokens of the data; got {block_size}")
+    return blocks
+
+
+def _in_batches(documents: Dataset | IterableDataset, column: str) -> dict[str, Any]:
+    """Returns options of `map` for functions of several documents, which replace all columns (at least `column`)."""
+    # A stream yields its first row only after a whole batch of documents, which may be books.
+    batch_size = 100 if isinstance(documents, Dataset) else 4
+    return {"batched": True, "batch_size": batch_size, "remove_columns": documents.column_names or [column]}
 
 
 def first_blocks(
@@ -459,12 +450,6 @@ class _Packer:
     def __getstate__(self) -> dict:
         """Only the settings, so that equal packing has an equal place in the cache."""
         return {"block_size": self.block_size, "respect_boundaries": self.respect_boundaries, "_next": 0}
-
-
-def _generate_blocks(tokens: Dataset, packer: _Packer) -> Iterator[dict]:
-    for number, document in enumerate(tokens):
-        blocks = packer({"input_ids": [document["input_ids"]]}, [number])
-        yield from (dict(zip(blocks, rows)) for rows in zip(*blocks.values()))
 
 
 class Passes(torch.utils.data.IterableDataset):

@@ -14,12 +14,7 @@ from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from lsgpt.utilities import load_complete
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .metrics import IGNORED_LABEL
+from .metrics import IGNORED_LABEL, check_shapes
 
 
 CHUNK_SIZE = 1024
@@ -71,13 +71,7 @@ def generalized_cross_entropy(q: float = 0.7, causal: bool = True) -> LossFuncti
     Args:
         q: Above 0 and at most 1. Towards 0 the loss approaches the cross-entropy; at 1 it is `1 - p`. The paper uses
             0.7.
-        causal: As in `exponentiated_loss`.
-
-    Returns:
-        A function of `outputs`, `labels` and `num_items_in_batch`.
-
-    Raises:
-        ValueError: As in `exponentiated_loss`.
+        causal: As in `exponentiated_loss`, like the result and the errors.
     """
     _check("q", q, 0 < q <= 1, "above 0 and at most 1")
     return _mean_of(lambda losses: -torch.expm1(-q * losses) / q, causal)
@@ -93,13 +87,7 @@ def symmetric_cross_entropy(alpha: float, beta: float, log_zero: float = -4.0, c
         alpha: Weight of the cross-entropy, at least 0.
         beta: Weight of the reverse cross-entropy, at least 0. One of the two must be positive.
         log_zero: Replaces the logarithm of 0, must be below 0; the paper's A. Only its product with `beta` matters.
-        causal: As in `exponentiated_loss`.
-
-    Returns:
-        A function of `outputs`, `labels` and `num_items_in_batch`.
-
-    Raises:
-        ValueError: As in `exponentiated_loss`.
+        causal: As in `exponentiated_loss`, like the result and the errors.
     """
     _check("alpha", alpha, 0 <= alpha < math.inf, "at least 0 and finite")
     _check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
@@ -137,7 +125,11 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
             The loss, a scalar; 0 where no label counts.
         """
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        _check_labels(logits, labels)
+        if labels is None:
+            raise ValueError("`labels` must be among the columns of the data: this loss compares them with the logits")
+        if labels.is_floating_point():
+            raise ValueError(f"`labels` must be whole numbers, one class for each example; got {labels.dtype}")
+        check_shapes(logits, labels)
         if causal and logits.ndim == 3:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         labels = labels.flatten().to(logits.device)
@@ -152,15 +144,3 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         return total / num_items_in_batch
 
     return compute_loss
-
-
-def _check_labels(logits: torch.Tensor, labels: torch.Tensor | None):
-    if labels is None:
-        raise ValueError("`labels` must be among the columns of the data: this loss compares them with the logits")
-    if labels.is_floating_point():
-        raise ValueError(f"`labels` must be whole numbers, one class for each example; got {labels.dtype}")
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"`logits` must have the shape of `labels` and one more dimension; got {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}"
-        )

@@ -37,11 +37,7 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
         ValueError: If the shapes of logits and labels do not match.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"`logits` must have the shape of `labels` and one more dimension; got {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}"
-        )
+    check_shapes(logits, labels)
     losses = torch.zeros(labels.shape, device=logits.device)
     # Row by row: a float32 copy of all logits at once can be the largest tensor of an evaluation.
     for row, row_logits, row_labels in zip(losses, logits, labels):
@@ -49,6 +45,15 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
             row_logits[:-1].float(), row_labels[1:], ignore_index=IGNORED_LABEL, reduction="none"
         )
     return losses
+
+
+def check_shapes(logits: torch.Tensor, labels: torch.Tensor):
+    """Raises `ValueError` unless there are logits for every label."""
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"`logits` must have the shape of `labels` and one more dimension; got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
 
 
 @torch.no_grad()

@@ -82,26 +82,21 @@ def to_json(value: Any, **options) -> str:
     Writes a value as JSON. JSON has no NaN and infinities: they become the strings `"NaN"`, `"Infinity"` and
     `"-Infinity"`, which Python's `float` reads, too. `options` are those of `json.dumps`.
     """
-    return json.dumps(_map(value, lambda x: _name(x) if isinstance(x, float) else x), **options)
+    return json.dumps(_map(value, lambda x: x if _is_finite(x) else json.dumps(x)), **options)
 
 
 def from_json(text: str) -> Any:
     """Reads what `to_json` writes."""
-    return _map(json.loads(text), lambda x: float(x) if isinstance(x, str) and x in _NOT_FINITE else x)
+    return _map(json.loads(text), lambda x: float(x) if x in ("NaN", "Infinity", "-Infinity") else x)
 
 
 def finite(value: Any) -> Any:
     """Replaces numbers that JSON cannot represent (NaN and infinity) by `None`, also inside lists and dictionaries."""
-    return _map(value, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+    return _map(value, lambda x: x if _is_finite(x) else None)
 
 
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-
-
-def _name(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:

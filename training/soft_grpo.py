@@ -6,11 +6,12 @@ loss and the divergence from the reference model are TRL's. This module needs TR
 it. What it relies on in TRL beyond what that promises is checked by `tests/upstream/test_trl.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.hf_argparser import HfArg
 
 from .soft_thinking import (
     STEP_FIELDS,
@@ -44,39 +45,27 @@ class SoftGRPOConfig(GRPOConfig):
         ValueError: If a value is out of range, or soft thinking does not support an option of TRL.
     """
 
-    gumbel_temperature: float = field(
-        default=0.1, metadata={"help": "Temperature tau of the weights of a soft step, positive."}
-    )
-    noise_factor: float = field(
-        default=1.0, metadata={"help": "Scale of the Gumbel noise of a soft step, 0 or more; published: 1."}
-    )
-    end_of_thinking: str = field(
-        default="</think>", metadata={"help": "The token of the tokenizer that ends the soft thinking."}
-    )
-    max_thinking_tokens: int | None = field(
+    gumbel_temperature: float = HfArg(default=0.1, help="Temperature tau of the weights of a soft step, positive.")
+    noise_factor: float = HfArg(default=1.0, help="Scale of the Gumbel noise of a soft step, 0 or more; published: 1.")
+    end_of_thinking: str = HfArg(default="</think>", help="The token of the tokenizer that ends the soft thinking.")
+    max_thinking_tokens: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Number of soft steps after which the end-of-thinking token is inserted. An inserted token is not "
-            "trained on. By default, only `max_completion_length` limits the thinking."
-        },
+        help="Number of soft steps after which the end-of-thinking token is inserted. An inserted token is not "
+        "trained on. By default, only `max_completion_length` limits the thinking.",
     )
 
-    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, while thinking and after it."})
-    top_k: int = field(default=5, metadata={"help": "Number of candidates, while thinking and after it; at least 1."})
-    top_p: float = field(
-        default=0.95, metadata={"help": "Share of their probability to keep, while thinking and after it."}
+    temperature: float = HfArg(default=1.0, help="Divides the logits, while thinking and after it.")
+    top_k: int = HfArg(default=5, help="Number of candidates, while thinking and after it; at least 1.")
+    top_p: float = HfArg(default=0.95, help="Share of their probability to keep, while thinking and after it.")
+    beta: float = HfArg(default=0.001, help="Weight of the KL divergence from the reference model.")
+    epsilon: float = HfArg(default=0.2, help="The ratio is clipped to [1 - epsilon, 1 + epsilon].")
+    delta: float | None = HfArg(default=3.0, help="Bound of the ratio where the advantage is negative (dual clip).")
+    loss_type: str = HfArg(default="bnpo", help="`bnpo` is the mean over the tokens of a batch.")
+    use_bias_correction_kl: bool = HfArg(
+        default=False, help="Whether the ratio multiplies the KL divergence; published: no."
     )
-    beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence from the reference model."})
-    epsilon: float = field(default=0.2, metadata={"help": "The ratio is clipped to [1 - epsilon, 1 + epsilon]."})
-    delta: float | None = field(
-        default=3.0, metadata={"help": "Bound of the ratio where the advantage is negative (dual clip)."}
-    )
-    loss_type: str = field(default="bnpo", metadata={"help": "`bnpo` is the mean over the tokens of a batch."})
-    use_bias_correction_kl: bool = field(
-        default=False, metadata={"help": "Whether the ratio multiplies the KL divergence; published: no."}
-    )
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the learning rate."})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of AdamW."})
+    lr_scheduler_type: str = HfArg(default="constant", help="Schedule of the learning rate.")
+    weight_decay: float = HfArg(default=0.01, help="Weight decay of AdamW.")
 
     def __post_init__(self):
         check_sampling(

@@ -124,10 +124,7 @@ def completion_log_probs(
 
     Args:
         logits: `(B, C, V)`, those from which each step was drawn.
-        token_ids: `(B, C)`.
-        candidate_ids: `(B, C, k)`.
-        noisy_log_probs: `(B, C, k)`.
-        is_soft: `(B, C)`.
+        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
         temperature: Divides the logits.
 
     Returns:
@@ -153,10 +150,7 @@ def embed_steps(
 
     Args:
         embeddings: The model's `get_input_embeddings()`.
-        token_ids: `(B, C)`.
-        candidate_ids: `(B, C, k)`.
-        noisy_log_probs: `(B, C, k)`.
-        is_soft: `(B, C)`.
+        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
         gumbel_temperature: tau.
     """
     candidates = embeddings(candidate_ids)
@@ -276,10 +270,10 @@ def generate_soft_thinking(
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None or (model.training and getattr(model, "is_gradient_checkpointing", False)):
+            if past_key_values is None or (model.training and _checkpoints_activations(model)):
                 raise ValueError(
-                    "`use_cache` must be False for a model that returns no cache, as with gradient checkpointing in "
-                    "training mode; call `model.gradient_checkpointing_disable()` or pass `use_cache=False`"
+                    "`use_cache` must be False for a model that returns no cache, as with activation checkpointing in "
+                    "training mode; turn that off, or pass `use_cache=False`"
                 )
         else:
             inputs_embeds = torch.cat([inputs_embeds, next_embeds], dim=1)
@@ -326,20 +320,15 @@ def check_sampling(
     max_thinking_tokens: int | None,
 ):
     """Raises `ValueError` for settings of soft thinking that are out of range."""
-    rules = (
+    is_limit = max_thinking_tokens is None or max_thinking_tokens >= 0
+    for name, value, is_allowed, rule in (
         ("temperature", temperature, temperature > 0, "positive"),
         ("top_k", top_k, top_k >= 1, "at least 1"),
         ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
         ("gumbel_temperature", gumbel_temperature, gumbel_temperature > 0, "positive"),
         ("noise_factor", noise_factor, noise_factor >= 0, "0 (no noise) or more"),
-        (
-            "max_thinking_tokens",
-            max_thinking_tokens,
-            max_thinking_tokens is None or max_thinking_tokens >= 0,
-            "0 or more, or None for no limit",
-        ),
-    )
-    for name, value, is_allowed, rule in rules:
+        ("max_thinking_tokens", max_thinking_tokens, is_limit, "0 or more, or None for no limit"),
+    ):
         if not is_allowed:
             raise ValueError(f"`{name}` must be {rule}; got {value}")
 
@@ -352,6 +341,11 @@ def check_decoder(model: nn.Module):
             "`model` must be a decoder whose `forward` takes `inputs_embeds`, because a soft step has no token id; "
             f"got {type(model).__name__}"
         )
+
+
+def _checkpoints_activations(model: nn.Module) -> bool:
+    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:

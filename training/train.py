@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from accelerate.utils import broadcast_object_list
@@ -29,12 +30,7 @@ from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
 from .averaging import AveragedWeightsCallback, check_averages
-from .callbacks import (
-    MetricsFileCallback,
-    SaveOnSignalCallback,
-    StepTimerCallback,
-    StopOnBadLossCallback,
-)
+from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
 from .context_parallel import check_parallelism, processes_per_row
 from .data import (
     ALGORITHMS,
@@ -48,12 +44,7 @@ from .data import (
     train_tokenizer,
 )
 from .folders import check_checkpoint, make_folder
-from .healing import (
-    check_teacher,
-    choose_trainable,
-    load_teacher,
-    measure_perplexity,
-)
+from .healing import check_teacher, choose_trainable, load_teacher, measure_perplexity
 from .hidden_numbers import HideNumbers
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import points_of, write_report
@@ -77,21 +68,19 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
     """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
     args, checkpoint = arguments.training, Path(checkpoint)
     recipe = checkpoint.parent / "recipe.yaml"
-    before = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
+    workers = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    rows_at_once = args.train_batch_size * (args.world_size // processes_per_row(args))
-    blocks = rows_at_once * args.gradient_accumulation_steps
-    tokens, tokens_before = (
-        blocks * arguments.data.block_size,
-        state.num_input_tokens_seen // max(state.global_step, 1),
-    )
-    rule = None
-    if before != args.dataloader_num_workers:
-        rule = f"`dataloader_num_workers` must be {before}, as before; got {args.dataloader_num_workers}"
-    elif tokens_before and tokens != tokens_before:
-        rule = f"a step must have {tokens_before} tokens, as before; got {tokens}"
-    if rule:
-        raise ValueError(f"{rule}. Otherwise, the run would not continue where its stream was interrupted")
+    blocks = args.train_batch_size * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
+    tokens = blocks * arguments.data.block_size
+    tokens_before = state.num_input_tokens_seen // max(state.global_step, 1) or tokens
+    for rule, before, now in (
+        (f"`dataloader_num_workers` must be {workers}", workers, args.dataloader_num_workers),
+        (f"a step must have {tokens_before} tokens", tokens_before, tokens),
+    ):
+        if now != before:
+            raise ValueError(
+                f"{rule}, as before; got {now}. Otherwise, the run would not continue where its stream was interrupted"
+            )
 
 
 def check_evaluation(args: TrainingArguments):
@@ -182,9 +171,8 @@ def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
     shards = blocks.num_shards
     source = f"{shards} files or other shards" if shards > 1 else "1 file or other shard"
     readers = f"{num_workers or 'no'} data-loader worker{'s' * (num_workers != 1)}"
-    idle = max(num_workers - shards, 0)
-    without = f" ({idle} of them without a shard)" if idle else ""
-    return f"a stream of blocks from {source}, read by {readers}{without},"
+    idle = f" ({num_workers - shards} of them without a shard)" if num_workers > shards else ""
+    return f"a stream of blocks from {source}, read by {readers}{idle},"
 
 
 def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -215,10 +203,8 @@ def get_tokenizer(
     if name in ALGORITHMS:
         # One process trains it for all of them: trained twice, Unigram numbers the same tokens differently.
         tokenizer = make_tokenizer(data, config, documents) if args.process_index == 0 else None
-        tokenizer = broadcast_object_list([tokenizer])[0]
-    else:
-        tokenizer = load_tokenizer(str(name), config.vocab_size)
-    return tokenizer
+        return broadcast_object_list([tokenizer])[0]
+    return load_tokenizer(str(name), config.vocab_size)
 
 
 def make_blocks(
@@ -235,23 +221,18 @@ def make_blocks(
             raise ValueError(f"{error} in the {split} split") from error
         if split == "train" and arguments.model.teacher:
             blocks[split] = blocks[split].map(HideNumbers(tokenizer), features=blocks[split].features)
-        if not data.streaming:
-            continue
-        if split == "train":
-            seed = args.seed if args.data_seed is None else args.data_seed
-            has_block = next(iter(blocks[split]), None) is not None
-            blocks[split] = shuffle_blocks(blocks[split], seed, STREAM_BUFFER)
-        else:  # read once, and not again for each evaluation
-            stream = blocks[split].take(data.max_eval_blocks) if data.max_eval_blocks else blocks[split]
-            rows = list(stream)
-            has_block = bool(rows)
-            blocks[split] = Dataset.from_list(rows, features=stream.features) if rows else stream
-        if not has_block:
+        if data.streaming and next(iter(blocks[split]), None) is None:
             raise ValueError(
                 f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
             )
     if data.max_eval_blocks:
-        blocks["validation"] = blocks["validation"].take(min(data.max_eval_blocks, len(blocks["validation"])))
+        count = data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
+        blocks["validation"] = blocks["validation"].take(count)
+    if data.streaming:
+        seed = args.seed if args.data_seed is None else args.data_seed
+        blocks["train"] = shuffle_blocks(blocks["train"], seed, STREAM_BUFFER)
+        stream = blocks["validation"]  # read once, and not again for each evaluation
+        blocks["validation"] = Dataset.from_list(list(stream), features=stream.features)
     return blocks
 
 
@@ -418,7 +399,7 @@ def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_per
 
 def largest(values: list[float]) -> float | None:
     """Returns the maximum of the values: NaN if one of them is NaN, None if there are none."""
-    return next((value for value in values if math.isnan(value)), max(values)) if values else None
+    return float(np.max(values)) if values else None
 
 
 def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:

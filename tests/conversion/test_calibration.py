@@ -23,7 +23,7 @@ from lsgpt.conversion import (
 )
 from lsgpt.conversion.calibration import count_global_heads, write_report
 from lsgpt.conversion.heads import SINK_LOGITS
-from lsgpt.conversion.retrieval import KINDS
+from lsgpt.conversion.retrieval import KINDS, make_passages
 from lsgpt.modeling_lsgpt import attention_layers
 from lsgpt.training import load_documents, train_tokenizer
 
@@ -422,14 +422,20 @@ def test_command(gpt2, tmp_path, capsys):
     assert "(heads.png)" in report
 
 
-def test_report_on_retrieval(tiny_model, tmp_path):
-    """Of both models, for every kind of question."""
+def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
+    """Of both models, for every kind of question, about other numbers than those that chose."""
+    made = []
+    monkeypatch.setattr(
+        "lsgpt.conversion.calibration.make_passages", lambda *x, **y: made.append(make_passages(*x, **y)) or made[-1]
+    )
     model = tiny_model(num_global_heads=6, num_key_value_heads=3, vocab_size=258, max_position_embeddings=1024)
     tokenizer = train_tokenizer([], vocab_size=258)
     text = tmp_path / "text.txt"
     text.write_text("All work and no play makes Jack a dull boy. " * 80)
     calibration = calibrate(model, tokenizer, str(text), 0.4, 8, max_blocks=1)
     assert calibration.changes.retrieval is not None
+    answers = [{tuple(q.ids.tolist()) for passage in passages for q in passage.questions} for passages in made[-2:]]
+    assert answers[0].isdisjoint(answers[1])
     assert (calibration.num_tokens, calibration.num_passages) == ((1024, 1024), 2)
     assert list(calibration.perplexities) == list(calibration.retrieval) == ["source", "chosen"]
     for shares in calibration.retrieval.values():

@@ -187,6 +187,14 @@ def test_what_a_conversion_must_get_right_shows_in_the_logits():
         assert relative_error(model, wrong, ids) > 1e-3
 
 
+def test_gemmas_embeddings_are_scaled_as_gemma_rounds():
+    source = make_source(Gemma2Config, **GEMMA).bfloat16()
+    scale = torch.tensor(source.config.hidden_size**0.5).bfloat16()
+    assert scale.item() ** 2 != source.config.hidden_size
+    expected = source.model.embed_tokens.weight * scale
+    assert torch.equal(convert_pretrained(source).model.embed_tokens.weight, expected)
+
+
 @pytest.mark.parametrize("name", ["OLMo-2", "Gemma 2", "Gemma 3"])
 def test_local_heads_in_layers_without_a_window(name):
     """A text of the window's length shows nothing but whether everything that belongs to a head moves with it."""
@@ -403,7 +411,8 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     assert int(output.split()[-1]) < 130e6
 
 
-def test_weights_that_are_not_finite_leave_nothing(tmp_path):
+def test_weights_that_are_not_finite_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_CHECKED_AT_ONCE", 2)
     source = make_source()
     source.model.norm.weight.data[3] = torch.nan
     source.save_pretrained(tmp_path / "source")

@@ -198,7 +198,9 @@ def test_a_custom_mask_need_not_cover_the_empty_slots_of_a_static_cache(tiny_mod
 
 
 def test_positions_that_go_on_from_a_cache_are_one_document():
-    """As `generate` passes them: counted over real tokens, or over all."""
+    """As `generate` passes them: counted over real tokens, or over all; also with padding in the middle."""
+    for positions in ([0, 1, 1, 2], [0, 1, 2, 3]):
+        assert find_documents(torch.tensor([positions]), torch.tensor([[1, 1, 0, 1]]).bool()) is None
     padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
     for positions in ([[4, 5], [2, 3]], [[4, 5], [4, 5]]):
         assert find_documents(torch.tensor(positions), padding, past_length=4) is None

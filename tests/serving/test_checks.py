@@ -5,9 +5,19 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 
-def test_tensor_parallelism_needs_heads_to_share(tiny_model, tmp_path, start_engine):
-    tiny_model(num_global_heads=[2, 1], head_dim=32).save_pretrained(tmp_path)
-    message = r"`tensor_parallel_size` must divide .* got 2, and layer 1 has 1 global and 5 local ones"
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"num_global_heads": [2, 1]}, "layer 1 has 1 global and 5 local ones"),
+        (
+            {"num_attention_heads": 10, "num_key_value_heads": 5, "num_global_heads": 4},
+            "layer 0 has 2 global and 3 local ones",
+        ),
+    ],
+)
+def test_tensor_parallelism_needs_heads_to_share(tiny_model, tmp_path, start_engine, values, found):
+    tiny_model(head_dim=32, **values).save_pretrained(tmp_path)
+    message = f"`tensor_parallel_size` must divide .* got 2, and {found}"
     with pytest.raises(ValueError, match=message), start_engine(tmp_path, tensor_parallel_size=2):
         pass
 

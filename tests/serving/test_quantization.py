@@ -167,14 +167,14 @@ def test_equals_transformers(quantize, ignore, ranks, tmp_path, start_engine):
 
 
 CONFIG = LSGPTConfig(
-    num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, num_global_heads=2, head_dim=32
+    num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=8, num_global_heads=4, head_dim=32
 )
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "attributes"),
     [
-        ("o_proj.weight_scale", (64, 2), {"input_dim": 1, "output_dim": 0}),  # groups of 4 heads; a rank has 1 global
+        ("o_proj.weight_scale", (64, 2), {"input_dim": 1, "output_dim": 0}),  # groups of 8 heads; a rank has 2 global
         ("o_proj.weight_scale", (64, 8), {"output_dim": 0}),  # not divided among the ranks
         ("q_proj.qzeros", (4, 33), {"input_dim": 0, "output_dim": 1, "packed_dim": 1, "packed_factor": 8}),
         ("q_proj.unheard_of", (256,), {}),
@@ -191,14 +191,15 @@ def test_what_cannot_be_divided_among_ranks(name, shape, attributes):
     ("name", "shape", "attributes", "expected"),
     [
         ("q_proj.weight_scale", (256, 1), {"output_dim": 0}, [0, 2, 3, 4, 1, 5, 6, 7]),
-        ("q_proj.qzeros", (1, 32), {"output_dim": 1, "packed_dim": 1, "packed_factor": 8}, [0, 2, 3, 4, 1, 5, 6, 7]),
+        ("q_proj.qzeros", (1, 64), {"output_dim": 1, "packed_dim": 1, "packed_factor": 8}, [0, 2, 3, 4, 1, 5, 6, 7]),
+        ("o_proj.qweight", (64, 1), {"input_dim": 0, "packed_dim": 0, "packed_factor": 8}, [0, 2, 3, 4, 1, 5, 6, 7]),
         ("o_proj.scales", (8, 1), {"input_dim": 0, "output_dim": 1}, [0, 2, 3, 4, 1, 5, 6, 7]),
         ("o_proj.weight_scale", (8, 1), {"output_dim": 0}, list(range(8))),  # one for each output
         ("q_proj.g_idx", (8,), {"input_dim": 0}, list(range(8))),  # one for each input
     ],
 )
 def test_heads_in_the_order_of_ranks(name, shape, attributes, expected):
-    """With 2 global heads and 6 local ones, each rank gets 1 and 3."""
+    """With 2 global key/value heads and 6 local ones, each rank gets 1 and 3, and the 2 query heads of each."""
     entries = torch.arange(8).repeat_interleave(max(shape) // 8).view(shape)
     ordered = in_rank_order(f"layers.0.self_attn.{name}", entries, SimpleNamespace(**attributes), CONFIG, ranks=2)
     assert ordered.flatten().tolist() == [i for i in expected for _ in range(max(shape) // 8)]

@@ -77,11 +77,7 @@ def test_config_overrides_change_the_model(tmp_path):
         ("learning_rate: .inf", [], "`learning_rate` must be at least 0 and finite; got inf"),
         ("gradient_accumulation_steps: 0", [], "`gradient_accumulation_steps` must be at least 1 and finite; got 0"),
         ("per_device_train_batch_size: 0", [], "`per_device_train_batch_size` must be at least 1 and finite; got 0"),
-        (
-            "max_steps: 0",
-            [],
-            "`max_steps` must be at least 1, or -1 with .*; got 0 and",
-        ),
+        ("max_steps: 0", [], "`max_steps` must be at least 1, or -1 with .*; got 0 and"),
         ("num_train_epochs: 0\nmax_steps: -1", [], "a positive and finite `num_train_epochs`; got -1 and 0.0"),
         (
             "attn_implementation: flex_attention\nuse_cpu: true",
@@ -97,21 +93,14 @@ def test_config_overrides_change_the_model(tmp_path):
         ("prompt: The", [], "field `prompt`, which has been removed: .*; delete it"),
         ("lora_rank: 8", [], "`lora_rank`, which has been removed: adapters have rank 16"),
         ("{}", ["--stop_at_step", "8"], "`stop_at_step` has been replaced by `max_steps`; .* {num_training_steps:"),
-        (
-            "{}",
-            ["--stabilizers", "adagc"],
-            "`stabilizers` has been replaced: .* adagc by `optim: adagc`",
-        ),
+        ("{}", ["--stabilizers", "adagc"], "`stabilizers` has been replaced: .* adagc by `optim: adagc`"),
         ("z_loss: -1", [], "`z_loss` must be at least 0 and finite; got -1.0"),
         ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
         ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got '1e0'"),
         ("averaging: {kind: bema, decay: 0.9}", [], "the average bema has the settings .*; got 'decay'"),
-        (
-            "averaging: {decay: 0.9}",
-            [],
-            "`averaging` must be a kind, or a mapping of a kind and .*; got",
-        ),
+        ("averaging: {decay: 0.9}", [], "`averaging` must be a kind, or a mapping of a kind and .*; got"),
+        ("averaging: bema\nmax_steps: 399", [], "`every_n_steps` of the average must be at most the 399 .* got 400"),
         ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
     ],
@@ -152,6 +141,7 @@ def test_recipe_of_a_run_repeats_it(tmp_path):
     assert again[:3] == arguments[:3]
     assert again.training.to_dict() == arguments.training.to_dict()
     assert again.recipe == arguments.recipe == parse_arguments(arguments.recipe).recipe
+    assert "secret" not in str(parse_arguments("demo", ["--hub_token", "secret"]).recipe)
 
 
 def test_nothing_is_overwritten(tmp_path):

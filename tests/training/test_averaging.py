@@ -24,7 +24,6 @@ SETTINGS = [
     ("bema", {"every_n_steps": 1}),
     ("bema", {"every_n_steps": 4}),  # the last two of the six steps are not in it
     ("bema", {"every_n_steps": 2, "kappa": 0.3, "eta": 0.6, "rho": 2, "gamma": 3}),
-    ("bema", {}),
 ]
 
 
@@ -58,12 +57,11 @@ def test_the_best_average_is_that_of_the_best_checkpoint(tmp_path):
     assert saved and all(torch.equal(saved[name], averages[f"average.{name}"]) for name in saved)
 
 
-@pytest.mark.parametrize(("every_n_steps", "warned"), [(6, False), (7, True)])
-def test_an_average_that_is_never_updated_is_told(tmp_path, monkeypatch, every_n_steps, warned):
-    warnings = []
-    monkeypatch.setattr("lsgpt.training.averaging.logger.warning", warnings.append)
-    train(gpt2(), tmp_path, AveragedWeightsCallback("bema", every_n_steps=every_n_steps))
-    assert any("will stay those of the untrained model" in text for text in warnings) == warned
+def test_an_average_that_would_never_be_updated_is_refused(tmp_path):
+    train(gpt2(), tmp_path / "six", AveragedWeightsCallback("bema", every_n_steps=6))
+    with pytest.raises(ValueError, match=r"`every_n_steps` of the average must be at most the 6 steps .* got 7"):
+        train(gpt2(), tmp_path / "seven", AveragedWeightsCallback("bema", every_n_steps=7))
+    assert not (tmp_path / "seven" / "averaged").exists()
 
 
 class Remember(TrainerCallback):

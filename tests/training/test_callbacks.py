@@ -63,7 +63,15 @@ def test_a_training_may_be_the_beginning_of_a_longer_schedule(tiny_model, tmp_pa
     rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([5e-5 * (8 - i) / 8 for i in range(4)])
     assert args.lr_scheduler_kwargs == {"num_training_steps": 8}
-    assert len(timer.seconds) == 4 and 0 < timer.median == timer.seconds[3]
+    assert len(timer.seconds) == 4 and timer.tokens_per_second == timer.tokens[3] / timer.seconds[3] > 0
+
+
+def test_tokens_of_all_processes_count_and_those_of_shared_rows_once():
+    timer, state = StepTimerCallback(), SimpleNamespace(global_step=0, num_input_tokens_seen=0)
+    timer._step_tokens, sharing = 30, SimpleNamespace(cp_size=2)
+    args = SimpleNamespace(world_size=4, parallelism_config=sharing, include_num_input_tokens_seen="no")
+    timer.on_optimizer_step(args, state, None)
+    assert timer.tokens == [60] and state.num_input_tokens_seen == 60
 
 
 def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path):

@@ -166,8 +166,8 @@ def train_adapter(model, folder, **arguments):
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_lora_changes_the_adapter_only_and_its_logits_are_logged(tiny_model, tmp_path, checkpointing):
     before = tiny_model().state_dict()
-    arguments = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
-    trainer, expected = train_adapter(tiny_model(), tmp_path, **arguments)
+    name, is_set = "activation_checkpointing", checkpointing is not None
+    trainer, expected = train_adapter(tiny_model(), tmp_path, **{name: is_set, f"{name}_kwargs": checkpointing})
 
     after = {name: p for name, p in trainer.model.get_base_model().state_dict().items() if "lora_" not in name}
     after = {name.replace("base_layer.", ""): weight for name, weight in after.items()}

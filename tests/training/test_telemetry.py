@@ -119,7 +119,7 @@ def test_figures_arrive_everywhere_and_cover_all_micro_batches(tiny_model, fresh
     else:
         options = {"report_to": "tensorboard", "trainer_type": LSGPTTrainer}
         if how == "gradient checkpointing":
-            trainer = train(model, tmp_path, callback, gradient_checkpointing=True, **options)
+            trainer = train(model, tmp_path, callback, activation_checkpointing=True, **options)
         else:  # what a hook would see is compiled away: the same run without a compiler tells what is expected
             train(model, tmp_path / "expected", callback)
             model = tiny_model().train()
