@@ -9,7 +9,14 @@ import torch
 from transformers import DynamicCache
 
 from lsgpt import LSGPTForSequenceClassification
-from lsgpt.modeling_lsgpt.context_parallel_lsgpt import check_inputs, count_tokens_sent, split_sequences
+from lsgpt.modeling_lsgpt import GLOBAL
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import (
+    ContextParallelCache,
+    check_inputs,
+    count_tokens_sent,
+    split_sequences,
+)
+from lsgpt.modeling_lsgpt.visibility_lsgpt import describe_visibility
 
 
 SCRIPT = Path(__file__).with_name("split_sequences.py")
@@ -33,16 +40,37 @@ def test_random_configurations(options):
 
 
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 9, 14, 100, None])
-def test_every_process_receives_what_the_windows_of_its_queries_reach(window):
+def test_every_process_receives_what_its_queries_see(window):
     length, processes = 5, 4
     for receiver in range(processes):
         begin = receiver * length
-        needed = {k for q in range(begin, begin + length) for k in range(begin) if window is None or k > q - window}
+        queries = set(range(begin, begin + length))
+        if window is None:  # the second half is that of another process
+            partner = (processes - 1 - receiver) * length
+            queries = {*range(begin, begin + 3), *range(partner + 3, partner + 5)}
+        needed = {k for q in queries for k in range(q + 1) if window is None or k > q - window}
         received = set()
         for sender in range(processes):
-            count, end = count_tokens_sent(sender, receiver, length, window), (sender + 1) * length
-            received |= set(range(end - count, end))
-        assert received == needed
+            count = count_tokens_sent(sender, receiver, processes, length, window)
+            received |= set(range((sender + 1) * length - count, (sender + 1) * length))
+        own = set(range(begin, begin + length))  # of which it has all anyway
+        assert needed <= received and received - needed <= own
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
+def test_every_process_computes_as_many_pairs_of_global_heads(tiny_config, monkeypatch, processes):
+    config, length = tiny_config(), 8
+    config._attn_implementation = "sdpa"
+    whole = describe_visibility(config, torch.zeros(1, processes * length))
+    pairs, queries = [], []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: processes)
+    for rank in range(processes):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        spans = [masks.visibility[GLOBAL] for masks in ContextParallelCache(config, whole, None).masks]
+        pairs.append(sum(int(span.dense().sum()) for span in spans))
+        queries += [position for span in spans for position in span.query_positions.tolist()]
+    assert len(set(pairs)) == 1 and sum(pairs) == int(whole[GLOBAL].dense().sum())
+    assert sorted(queries) == list(range(processes * length))
 
 
 def inputs(**others):
@@ -60,12 +88,7 @@ def inputs(**others):
         ({"attention_mask": {}}, "must have 2 dimensions"),
         ({"attention_mask": torch.ones(2, 13)}, r"`attention_mask` must have shape \(2, 12\).* got \(2, 13\)"),
         ({"teacher_logits": torch.ones(2, 11, 5)}, r"`teacher_logits` must have shape \(2, 12\).* got \(2, 11, 5\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 12])}, "`cu_seq_lens_q` must come with `position_ids`"),
         ({"input_ids": torch.ones(2, 13), "labels": torch.ones(2, 13)}, "multiple of 2 tokens.* got 13. Pad them"),
-        (
-            {"position_ids": torch.tensor([[*range(5), *range(3, 10)]])},
-            "`position_ids` must count from 0 in each document",
-        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(tiny_config, others, message):
@@ -83,12 +106,7 @@ def test_training_without_labels_is_refused(tiny_config):
     [
         {},
         {"logits_to_keep": 0, "output_attentions": False},
-        {"position_ids": torch.tensor([[*range(5), *range(7)]])},
-        {"position_ids": torch.arange(12)[None] + 3},
-        {
-            "position_ids": torch.tensor([[1, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]),
-            "attention_mask": torch.tensor([[0, 0] + [1] * 10]).expand(2, -1),
-        },
+        {"position_ids": torch.tensor([[*range(5), *range(7)]]), "attention_mask": torch.ones(2, 12)},
     ],
 )
 def test_other_inputs_are_not_refused(tiny_config, others):
@@ -118,8 +136,8 @@ def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
         end()
     finally:
         torch.distributed.destroy_process_group()
-    given = {"input_ids", "labels", "z_loss", "skip_logits"}
-    assert set(seen[0]) == given | {"shift_labels", "num_items_in_batch", "past_key_values", "use_cache"}
+    given, masks = {"input_ids", "labels", "z_loss", "skip_logits"}, {"attention_mask", "past_key_values", "use_cache"}
+    assert set(seen[0]) == given | masks | {"position_ids", "shift_labels", "num_items_in_batch"}
     torch.testing.assert_close(loss, model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss)
     assert model.forward is record and "past_key_values" not in seen[1]
 
