@@ -26,10 +26,12 @@ SCRIPT = Path(__file__).with_name("split_sequences.py")
     "options",
     [
         pytest.param(["--configurations", "12", "--first", "1000"], id="sdpa and eager"),
-        pytest.param(["--configurations", "2", "--engine", "flex_attention"], id="flex_attention"),
+        pytest.param(["--configurations", "2", "--first", "95", "--engine", "flex_attention"], id="flex_attention"),
         pytest.param(["--configurations", "4", "--autocast"], id="autocast"),
-        pytest.param(["--configurations", "1", "--compiled"], id="compiled layers"),
-        pytest.param(["--configurations", "2", "--engine", "triton"], id="triton", marks=pytest.mark.kernels),
+        pytest.param(["--configurations", "1", "--first", "180", "--compiled"], id="compiled layers"),
+        pytest.param(
+            ["--configurations", "2", "--first", "62", "--engine", "triton"], id="triton", marks=pytest.mark.kernels
+        ),
     ],
 )
 def test_random_configurations(options):
