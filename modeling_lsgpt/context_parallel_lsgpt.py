@@ -13,9 +13,10 @@ heads, D `head_dim`, W `sliding_window`.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import Cache
 
-from .attention_lsgpt import create_masks
+from .attention_lsgpt import AttentionMasks
 from .configuration_lsgpt import LSGPTConfig
 from .telemetry_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, describe_visibility
@@ -94,11 +95,13 @@ class ContextParallelCache(Cache):
     model: an empty one.
     """
 
-    def __init__(self, config: LSGPTConfig, visibility: dict[str, Visibility], group):
+    def __init__(
+        self, visibility: dict[str, Visibility], create_masks: Callable[[dict[str, Visibility]], AttentionMasks], group
+    ):
         """
         Args:
-            config: The model's configuration.
             visibility: For each kind of head, which keys the queries of whole rows may attend to.
+            create_masks: Creates the model's masks.
             group: The processes that share the sequence, in the order of their parts.
         """
         super().__init__(layers=[])
@@ -108,7 +111,7 @@ class ContextParallelCache(Cache):
         half = self.length // 2 if None in self.windows.values() else 0
         self.spans = [self.length - half, half] if half else [self.length]
         self.masks = [
-            create_masks(config, {kind: self.cut(v, index) for kind, v in visibility.items()})
+            create_masks({kind: self.cut(v, index) for kind, v in visibility.items()})
             for index in range(len(self.spans))
         ]
 
@@ -219,6 +222,8 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
     whole, signature = model.forward, inspect.signature(model.forward)
     layers = [module for module in model.modules() if hasattr(module, "_can_checkpoint_with_cache")]
     attentions = attention_layers(model)
+    # Those of the code that the model comes with, if it comes with its own: another's masks would be unknown to it.
+    create_masks = partial(sys.modules[type(attentions[0]).__module__].create_masks, model.config)
     is_first = True
 
     @wraps(whole)
@@ -232,7 +237,8 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
         if is_first:
             check_same_rows(inputs, group)
             is_first = False
-        return whole(**take_part(model.config, inputs, group))
+        part, visibility = take_part(model.config, inputs, group)
+        return whole(**part, past_key_values=ContextParallelCache(visibility, create_masks, group), use_cache=False)
 
     def end():
         model.forward = whole
@@ -249,10 +255,10 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
     return end
 
 
-def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> dict[str, Any]:
+def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[str, Any], dict[str, Visibility]]:
     """
-    Returns a process's arguments of `LSGPTForCausalLM.forward`: those of its own tokens, and the cache that stands for
-    the tokens before. Raises `ValueError` for what cannot be split.
+    Returns a process's arguments of `LSGPTForCausalLM.forward`, those of its own tokens; and for each kind of head,
+    which keys the queries of whole rows may attend to. Raises `ValueError` for what cannot be split.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = {name: value for name, value in inputs.items() if value is not None}
@@ -278,7 +284,7 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> dict[str, A
     part["attention_mask"] = dict.fromkeys(visibility)  # nothing to look for: the cache has the masks
     part["shift_labels"] = targets[:, begin:end].contiguous()
     part.setdefault("num_items_in_batch", (targets != ignored).sum() / size)
-    return {**part, "past_key_values": ContextParallelCache(config, visibility, group), "use_cache": False}
+    return {name: value for name, value in part.items() if name != "use_cache"}, visibility
 
 
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

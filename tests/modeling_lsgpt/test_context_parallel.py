@@ -1,15 +1,18 @@
 """Sequences that are split over processes are computed as in one process; what cannot be split is refused."""
 
-from functools import wraps
+import sys
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 
 import fresh
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from lsgpt import LSGPTForSequenceClassification
-from lsgpt.modeling_lsgpt import GLOBAL
+from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
+from lsgpt.modeling_lsgpt import GLOBAL, attention_lsgpt
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import (
     ContextParallelCache,
     check_inputs,
@@ -62,13 +65,14 @@ def test_every_process_receives_what_its_queries_see(window):
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
 def test_every_process_computes_as_many_pairs_of_global_heads(tiny_config, monkeypatch, processes):
     config, length = tiny_config(), 8
+    create = partial(attention_lsgpt.create_masks, config)
     config._attn_implementation = "sdpa"
     whole = describe_visibility(config, torch.zeros(1, processes * length))
     pairs, queries = [], []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: processes)
     for rank in range(processes):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-        spans = [masks.visibility[GLOBAL] for masks in ContextParallelCache(config, whole, None).masks]
+        spans = [masks.visibility[GLOBAL] for masks in ContextParallelCache(whole, create, None).masks]
         pairs.append(sum(int(span.dense().sum()) for span in spans))
         queries += [position for span in spans for position in span.query_positions.tolist()]
     assert len(set(pairs)) == 1 and sum(pairs) == int(whole[GLOBAL].dense().sum())
@@ -120,6 +124,16 @@ def test_other_models_are_refused(tiny_config):
         split_sequences(LSGPTForSequenceClassification(tiny_config()), None)
 
 
+@contextmanager
+def alone():
+    """A group with this process only."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
     model, seen = tiny_model().train(), []
     forward = model.forward
@@ -131,17 +145,30 @@ def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
 
     model.forward = record
     ids = torch.randint(97, (1, 8))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         end = split_sequences(model, torch.distributed.group.WORLD)
         loss = model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss
         end()
-    finally:
-        torch.distributed.destroy_process_group()
     given, masks = {"input_ids", "labels", "z_loss", "skip_logits"}, {"attention_mask", "past_key_values", "use_cache"}
     assert set(seen[0]) == given | masks | {"position_ids", "shift_labels", "num_items_in_batch"}
     torch.testing.assert_close(loss, model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss)
     assert model.forward is record and "past_key_values" not in seen[1]
+
+
+def test_models_with_code_of_their_own(tiny_model, tmp_path, monkeypatch):
+    """A model from a checkpoint's code gets masks of this code, whose classes are others than ours."""
+    tiny_model().save_pretrained(tmp_path)
+    model = get_class_from_dynamic_module("modeling_lsgpt.LSGPTForCausalLM", tmp_path).from_pretrained(tmp_path)
+    assert not isinstance(model.train(), LSGPTForCausalLM)
+    own = sys.modules[type(model).__module__.replace(".modeling_lsgpt", ".attention_lsgpt")]
+    for code in (attention_lsgpt, own):
+        monkeypatch.setattr(code, "MASKED_PAIRS", 0)  # so that there is a `Past`
+    ids = torch.randint(97, (1, 8))
+    with alone():
+        end = split_sequences(model, torch.distributed.group.WORLD)
+        loss = model(ids, labels=ids).loss
+        end()
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
 
 
 DIFFERENT_ROWS = """
