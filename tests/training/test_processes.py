@@ -3,6 +3,7 @@
 import json
 import runpy
 import socket
+import time
 from pathlib import Path
 
 import fresh
@@ -184,7 +185,8 @@ def assert_same_checkpoint(found: Path, expected: Path):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
@@ -192,20 +194,41 @@ from lsgpt.training import ContextParallelismConfig
 
 class Kill(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2 and args.process_index == 1:
+        if state.global_step == 3 and args.process_index == 1:
+            Path(args.output_dir, "killed_at").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-ids = list(range(16))
-args = TrainingArguments(
-    sys.argv[1], use_cpu=True, report_to="none", parallelism_config=ContextParallelismConfig(cp_size=2)
+rows = torch.randint(16, (99, 16), generator=torch.Generator().manual_seed(0)).tolist()
+config = LSGPTConfig(
+    vocab_size=16, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, resid_dropout=0.1
 )
-model = LSGPTForCausalLM(LSGPTConfig(vocab_size=16, hidden_size=12, num_hidden_layers=1, num_attention_heads=2))
-Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 99, callbacks=[Kill()]).train()
+for kind in sys.argv[2:]:
+    folder = Path(sys.argv[1], "killed" if kind == "resumed" else kind)
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to="none", max_steps=5, save_steps=2, learning_rate=0.01,
+        parallelism_config=ContextParallelismConfig(cp_size=2),
+    )
+    torch.manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    callbacks = [Kill()] if kind == "killed" else []
+    trainer = Trainer(LSGPTForCausalLM(config), args, train_dataset=data, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=kind == "resumed")
+    trainer.save_model()
 """
 
 
-def test_a_killed_process_ends_the_others_that_share_its_rows(tmp_path):
+def test_a_killed_process_ends_the_others_that_share_its_rows_and_the_run_goes_on(tmp_path):
+    """Within a minute, and with the weights of a run that was left alone, to the bit."""
     (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
-    launcher = launch("cpu", tmp_path / "killed.py", tmp_path, options=["--main_process_port", "0"])
+    command = "cpu", tmp_path / "killed.py", tmp_path
+    launcher = launch(*command, "whole", "killed", options=["--main_process_port", "0"])
     assert launcher.wait(timeout=180) not in (0, None)
+    assert time.time() - float((tmp_path / "killed" / "killed_at").read_text()) < 60
     assert "Signal 9 (SIGKILL)" in launcher.errors
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    output_of(launch(*command, "resumed", options=["--main_process_port", "0"]))
+    whole, resumed, before = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "killed", "killed/checkpoint-2")
+    )
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not all(torch.equal(whole[name], before[name]) for name in whole)
