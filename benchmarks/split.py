@@ -1,7 +1,7 @@
 """Training steps on sequences that are split over processes: `lsgpt bench split`.
 
-Each step runs in R processes of one thread each (gloo), or of one GPU each (NCCL). It measures the bytes of keys and
-values that the last process receives, the peak memory that a step adds in the process where it is highest, and the
+Each step runs in R processes of one thread each (gloo), or of one GPU each (NCCL). It measures the bytes that the
+last process receives in the forward pass, the peak memory that a step adds in the process where it is highest, and the
 time, for LSGPT and for the same model with all heads global. Weights and their gradients are not part of the peak, and
 there is no optimizer.
 """
@@ -30,14 +30,21 @@ MODELS = {"lsgpt": {}, "mhsa": {"num_global_heads": "all"}}
 
 
 class ByteCounter:
-    """Counts what `all_to_all_single`, through which all keys and values go, brings from other processes."""
+    """As a context, counts what `all_to_all_single`, through which all tensors go, brings from other processes."""
 
     def __init__(self):
         self.received, self._exchange = 0, dist.all_to_all_single
 
-    def __call__(self, output: torch.Tensor, *args, **kwargs):
-        self.received += output.numel() * output.element_size()
-        return self._exchange(output, *args, **kwargs)
+    def __enter__(self):
+        dist.all_to_all_single = self
+
+    def __exit__(self, *_):
+        dist.all_to_all_single = self._exchange
+
+    def __call__(self, output: torch.Tensor, outgoing: torch.Tensor, received: list[int], sent: list[int], group):
+        others = sum(received) - received[dist.get_rank(group)]
+        self.received += others * outgoing[0].numel() * outgoing.element_size()
+        return self._exchange(output, outgoing, received, sent, group=group)
 
 
 def measure(rank: int, folder: str, processes: int, preset: str, fields: dict, length: int, steps: int):
@@ -55,11 +62,13 @@ def measure(rank: int, folder: str, processes: int, preset: str, fields: dict, l
         split_sequences(model, dist.group.WORLD)
 
     def step(input_ids):
-        model(input_ids=input_ids, labels=input_ids, skip_logits=True, use_cache=False).loss.backward()
+        with counter:
+            loss = model(input_ids=input_ids, labels=input_ids, skip_logits=True, use_cache=False).loss
+        loss.backward()
 
-    input_ids = torch.randint(config.vocab_size, (1, length), device=device)
+    input_ids, counter = torch.randint(config.vocab_size, (1, length), device=device), ByteCounter()
     step(input_ids[:, : 2 * processes])  # allocates the gradients of the weights
-    dist.all_to_all_single = counter = ByteCounter()
+    counter.received = 0
     reset_peak_memory()
     before, seconds = peak_memory(), []
     for _ in range(steps):
@@ -107,9 +116,8 @@ def main(arguments: list[str]):
         for processes in options.processes:
             row = run(processes, options.preset, fields, options.length, options.steps)
             config = load_shape(options.preset, max_position_embeddings=options.length, **fields)
-            row["formula_bytes"] = config.num_hidden_layers * split_bytes(
-                config, options.length, processes, 4
-            )  # float32
+            in_float32 = split_bytes(config, options.length, processes, bytes_per_value=4)
+            row["formula_bytes"] = config.num_hidden_layers * sum(in_float32)
             alone = alone or row
             result["rows"].append({"model": name, "processes": processes, "tokens": options.length, **row})
             print(

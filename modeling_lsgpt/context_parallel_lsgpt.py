@@ -2,17 +2,22 @@
 
 The parts are contiguous and equally long. A process exchanges keys and values with others, as many as each kind of
 head needs: a local head sees the W - 1 tokens before its part, usually of one other process, and a global head all
-tokens before. To the model, these tokens look like cached ones. So the split is a cache, and the model's code is the
-same with and without it.
+tokens before. To a layer's attention, these tokens look like cached ones, and the model's code is the same with and
+without a split.
+
+The queries of later tokens see more keys in global heads. To have as many pairs of queries and keys as the others,
+process r trades the queries of the second half of its part with process R - 1 - r and gets their outputs back.
 
 Shapes: B batch, n tokens of a row, R processes, T = n / R tokens of a part, S received and own tokens, H_kv key/value
 heads, D `head_dim`, W `sliding_window`.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -21,33 +26,36 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import Cache
 
+from .attention_lsgpt import AttentionMasks
 from .configuration_lsgpt import LSGPTConfig
-from .visibility_lsgpt import find_documents
+from .telemetry_lsgpt import attention_layers
+from .visibility_lsgpt import Visibility, describe_visibility
 
 
-def count_tokens_sent(sender: int, receiver: int, length: int, window: int | None) -> int:
+def count_tokens_sent(sender: int, receiver: int, processes: int, length: int, window: int | None) -> int:
     """
-    How many of its last tokens a process sends to another one.
+    How many of its last tokens a process sends to another one; all of them to itself.
 
     Args:
         sender: Rank of the process that sends keys and values.
-        receiver: Rank of the process that receives them.
+        receiver: Rank of the process that receives them. Without a window, it also computes the second half of the
+            queries of process `processes - 1 - receiver`.
+        processes: R, how many processes share the sequence.
         length: T, tokens of each process.
         window: W, the number of keys that a query sees, including its own; `None` for all.
     """
-    if sender >= receiver:
-        return 0
-    between = (receiver - sender - 1) * length
-    return length if window is None else min(max(window - 1 - between, 0), length)
+    if sender == receiver or window is None:
+        return length if sender <= max(receiver, processes - 1 - receiver) else 0
+    before = (receiver - sender - 1) * length
+    return min(max(window - 1 - before, 0), length) if sender < receiver else 0
 
 
-class ReceiveEarlierTokens(torch.autograd.Function):
+class ExchangeTokens(torch.autograd.Function):
     """
-    Puts the last tokens of the processes before this one in front of its own: keys or values `(B, H_kv, T, D)` to
-    `(B, H_kv, S, D)`.
+    Sends the last tokens of each process to others: queries, keys, values or outputs `(B, H, T, D)` to what came from
+    all processes, in their order, `(B, H, S, D)`.
 
-    Its output contains the process's own tokens, so the backward pass runs on every process, also where nothing is
-    received. There, the gradients go back to the processes that the tokens came from and are summed in float32.
+    In the backward pass, the gradients go back to the processes that the tokens came from and are summed in float32.
     """
 
     @staticmethod
@@ -55,70 +63,134 @@ class ReceiveEarlierTokens(torch.autograd.Function):
         """
         Args:
             ctx: The autograd context.
-            states (`(B, H_kv, T, D)`): Keys or values of this process.
+            states (`(B, H, T, D)`): What this process has.
             sent: For each process of the group, how many of the last tokens it gets.
             received: How many tokens come from each process of the group.
             group: The processes that share the sequence, in the order of their parts.
         """
-        ctx.exchange = sent, received, group
+        ctx.exchange = sent, received, group, states.shape[2]
         own = states.movedim(2, 0)
         outgoing = torch.cat([own[len(own) - count :] for count in sent])
-        result = own.new_empty(sum(received) + len(own), *own.shape[1:])
-        result[sum(received) :] = own
-        dist.all_to_all_single(result[: sum(received)], outgoing, received, sent, group=group)
+        result = own.new_empty(sum(received), *own.shape[1:])
+        dist.all_to_all_single(result, outgoing, received, sent, group=group)
         return result.movedim(0, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Returns the gradient `(B, H_kv, T, D)` of the process's own tokens, including what others computed."""
-        sent, received, group = ctx.exchange
-        gradient = gradient.movedim(2, 0)
-        own = gradient[sum(received) :].to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        incoming = gradient.new_empty(sum(sent), *gradient.shape[1:])
-        dist.all_to_all_single(incoming, gradient[: sum(received)].contiguous(), sent, received, group=group)
+        """Returns the gradient `(B, H, T, D)` of the process's own tokens, which all that got them have computed."""
+        sent, received, group, length = ctx.exchange
+        outgoing = gradient.movedim(2, 0).contiguous()
+        incoming = outgoing.new_empty(sum(sent), *outgoing.shape[1:])
+        dist.all_to_all_single(incoming, outgoing, sent, received, group=group)
+        own = incoming.new_zeros(length, *incoming.shape[1:], dtype=torch.promote_types(incoming.dtype, torch.float32))
         for part in incoming.split(sent):
-            own[len(own) - len(part) :] += part
+            own[length - len(part) :] += part
         return own.to(gradient.dtype).movedim(0, 2), None, None, None
 
 
 class ContextParallelCache(Cache):
-    """The tokens before a process's part, which come from other processes whenever a layer asks for them."""
+    """
+    What the attention of a process needs to know of the others. It takes the place of a cache, and is one to the
+    model: an empty one.
+    """
 
-    def __init__(self, config: LSGPTConfig, length: int, group):
+    def __init__(
+        self, visibility: dict[str, Visibility], create_masks: Callable[[dict[str, Visibility]], AttentionMasks], group
+    ):
         """
         Args:
-            config: The model's configuration.
-            length: T, tokens of each process.
+            visibility: For each kind of head, which keys the queries of whole rows may attend to.
+            create_masks: Creates the model's masks.
             group: The processes that share the sequence, in the order of their parts.
         """
         super().__init__(layers=[])
-        self.windows = [config.window(kind) for kinds in config.head_groups for kind in kinds]
-        self.length, self.group, self.rank = length, group, dist.get_rank(group)
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.windows = {kind: v.window for kind, v in visibility.items()}
+        self.length = next(iter(visibility.values())).q_length // self.size
+        half = self.length // 2 if None in self.windows.values() else 0
+        self.spans = [self.length - half, half] if half else [self.length]
+        self.masks = [
+            create_masks({kind: self.cut(v, index) for kind, v in visibility.items()})
+            for index in range(len(self.spans))
+        ]
 
-    def received(self, layer_idx: int, rank: int | None = None) -> list[int]:
-        """For each process, how many of its tokens a process (by default this one) receives for a cache layer."""
-        ranks, receiver = range(dist.get_world_size(self.group)), self.rank if rank is None else rank
-        return [count_tokens_sent(sender, receiver, self.length, self.windows[layer_idx]) for sender in ranks]
+    def cut(self, visibility: Visibility, index: int) -> Visibility:
+        """The part of `visibility` for the queries of this process's first or second span."""
+        window = visibility.window
+        owner = self.size - 1 - self.rank if index and window is None else self.rank
+        begin = owner * self.length + sum(self.spans[:index])
+        end = begin + self.spans[index]
+        first_key = 0 if window is None else max(self.rank * self.length - (window - 1), 0)
+        return replace(
+            visibility,
+            q_length=end - begin,
+            q_offset=begin,
+            kv_length=end - first_key,
+            kv_offset=first_key,
+            padding_mask=None if visibility.padding_mask is None else visibility.padding_mask[:, :end],
+            documents=None if visibility.documents is None else visibility.documents[:, :end],
+        )
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns earlier and own keys and values `(B, H_kv, S, D)`; every process of the group must call it."""
-        ranks = range(dist.get_world_size(self.group))
-        sent = [self.received(layer_idx, rank)[self.rank] for rank in ranks]
-        exchange = sent, self.received(layer_idx), self.group
-        keys = ReceiveEarlierTokens.apply(key_states, *exchange)
-        return keys, ReceiveEarlierTokens.apply(value_states, *exchange)
+    def gather(self, states: torch.Tensor, kind: str) -> torch.Tensor:
+        """Maps a process's keys or values `(B, H_kv, T, D)` to those that its queries see, `(B, H_kv, S, D)`."""
+        sizes = self.size, self.length, self.windows[kind]
+        sent = [count_tokens_sent(self.rank, other, *sizes) for other in range(self.size)]
+        received = [count_tokens_sent(other, self.rank, *sizes) for other in range(self.size)]
+        return ExchangeTokens.apply(states, sent, received, self.group)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Position of this process's first token."""
-        return self.rank * self.length
+    def trade(self, states: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        """
+        Exchanges queries or outputs `(B, H, T / 2, D)` of the second half of a part with process R - 1 - r, in heads
+        without a window.
+        """
+        partner = self.size - 1 - self.rank
+        tokens = [states.shape[2] if other == partner else 0 for other in range(self.size)]
+        parts = [
+            part if self.windows[heads.kind] else ExchangeTokens.apply(part, tokens, tokens, self.group)
+            for heads, part in zip(layer.head_groups, states.split(layer.num_heads, dim=1))
+        ]
+        return torch.cat(parts, dim=1)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of earlier and own tokens, and the position of the first of them."""
-        num_earlier = sum(self.received(layer_idx))
-        return num_earlier + query_length, self.get_seq_length() - num_earlier
+
+class SeenTokens(NamedTuple):
+    """What a layer's attention takes for a cache: keys and values that one span of queries sees, exchanged before."""
+
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """By index of the cache layer: keys and values `(B, H_kv, S or more, D)`."""
+    lengths: dict[int, int]
+    """By index of the cache layer: S."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values `(B, H_kv, S, D)`."""
+        keys, values = self.states[layer_idx]
+        return keys[:, :, : self.lengths[layer_idx]], values[:, :, : self.lengths[layer_idx]]
+
+
+def attend_in_spans(layer: nn.Module) -> Callable:
+    """Returns a method `attend` for an `LSGPTAttention`, which computes what a `ContextParallelCache` says."""
+    attend = layer.attend
+
+    @wraps(attend)
+    def attend_split(query_states, key_states, value_states, attention_mask, past_key_values=None, **kwargs):
+        cache, states = past_key_values, (query_states, key_states, value_states)
+        if not isinstance(cache, ContextParallelCache):
+            return attend(*states, attention_mask, cache, **kwargs)
+        keys, values = (each.split(layer.num_key_value_heads, dim=1) for each in (key_states, value_states))
+        gathered = {
+            heads.layer_idx: (cache.gather(key, heads.kind), cache.gather(value, heads.kind))
+            for heads, key, value in zip(layer.head_groups, keys, values)
+        }
+        own, *second = query_states.split(cache.spans, dim=2)
+        outputs = []
+        for query, masks in zip((own, *(cache.trade(query, layer) for query in second)), cache.masks):
+            lengths = {heads.layer_idx: masks.visibility[heads.kind].kv_length for heads in layer.head_groups}
+            seen = SeenTokens(gathered, lengths)
+            outputs.append(attend(query, key_states, value_states, masks, seen, **kwargs)[0].transpose(1, 2))
+        outputs[1:] = [cache.trade(output, layer) for output in outputs[1:]]
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+    return attend_split
 
 
 def split_sequences(model: nn.Module, group) -> Callable[[], None]:
@@ -149,6 +221,9 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
         )
     whole, signature = model.forward, inspect.signature(model.forward)
     layers = [module for module in model.modules() if hasattr(module, "_can_checkpoint_with_cache")]
+    attentions = attention_layers(model)
+    # Those of the code that the model comes with, if it comes with its own: another's masks would be unknown to it.
+    create_masks = partial(sys.modules[type(attentions[0]).__module__].create_masks, model.config)
     is_first = True
 
     @wraps(whole)
@@ -162,23 +237,28 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
         if is_first:
             check_same_rows(inputs, group)
             is_first = False
-        return whole(**take_part(model.config, inputs, group))
+        part, visibility = take_part(model.config, inputs, group)
+        return whole(**part, past_key_values=ContextParallelCache(visibility, create_masks, group), use_cache=False)
 
     def end():
         model.forward = whole
         for layer in layers:
             del layer._can_checkpoint_with_cache
+        for attention in attentions:
+            del attention.attend
 
     model.forward = forward
+    for attention in attentions:
+        attention.attend = attend_in_spans(attention)
     for layer in layers:  # the exchange is repeated when checkpointing computes a layer again, on every process
         layer._can_checkpoint_with_cache = True
     return end
 
 
-def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> dict[str, Any]:
+def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[str, Any], dict[str, Visibility]]:
     """
-    Returns a process's arguments of `LSGPTForCausalLM.forward`: those of its own tokens, and the cache that stands for
-    the tokens before. Raises `ValueError` for what cannot be split.
+    Returns a process's arguments of `LSGPTForCausalLM.forward`, those of its own tokens; and for each kind of head,
+    which keys the queries of whole rows may attend to. Raises `ValueError` for what cannot be split.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = {name: value for name, value in inputs.items() if value is not None}
@@ -188,25 +268,32 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> dict[str, A
     targets = inputs.get("shift_labels")
     if targets is None:
         targets = F.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
+    tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs)
+    visibility = describe_visibility(
+        config,
+        tokens,
+        inputs.get("attention_mask"),
+        position_ids=inputs.get("position_ids"),
+        cu_seq_lens=inputs.get("cu_seq_lens_q"),
+    )
     part = {name: value for name, value in inputs.items() if name not in FLASH_ARGUMENTS}
+    part.setdefault("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None])
     for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "teacher_logits"):
-        if name in inputs:
-            part[name] = inputs[name][:, begin:end]
-    if "attention_mask" in inputs:
-        part["attention_mask"] = inputs["attention_mask"][:, :end]
+        if name in part:
+            part[name] = part[name][:, begin:end]
+    part["attention_mask"] = dict.fromkeys(visibility)  # nothing to look for: the cache has the masks
     part["shift_labels"] = targets[:, begin:end].contiguous()
     part.setdefault("num_items_in_batch", (targets != ignored).sum() / size)
-    cache = ContextParallelCache(config, length, group)
-    return {**part, "past_key_values": cache, "use_cache": False}
+    return {name: value for name, value in part.items() if name != "use_cache"}, visibility
 
 
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Where documents begin in a whole row, which `position_ids` also say."""
+"""Where documents begin in a whole row."""
 
 
 def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
     """Returns T, the tokens of each process. Raises `ValueError` for inputs that cannot be split over `size`."""
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
     refused = {
         "past_key_values": "leave it out: in training, sequences are computed as a whole",
         "logits_to_keep": "leave it out: every process returns the logits of its own tokens",
@@ -227,11 +314,6 @@ def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
             "computes the loss of its own tokens. A `compute_loss_func` cannot be used, and "
             "`label_smoothing_factor` only with `LSGPTTrainer`, which leaves the smoothing to the model"
         )
-    if positions is None and any(name in inputs for name in FLASH_ARGUMENTS):
-        raise ValueError(
-            "`cu_seq_lens_q` must come with `position_ids` if sequences are split over processes; use "
-            "DataCollatorWithFlattening(return_position_ids=True)"
-        )
     shape = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs).shape[:2]
     for name in ("labels", "shift_labels", "attention_mask", "position_ids", "teacher_logits"):
         if name in inputs and inputs[name].shape[:2] not in (shape, (1, shape[1])):
@@ -243,30 +325,7 @@ def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
             f"rows must have a multiple of {size} tokens, one part for each of {size} processes; got {shape[1]}. Pad "
             f"them, for example with `pad_to_multiple_of={size}` of a data collator"
         )
-    if positions is not None:
-        check_documents(positions, None if mask is None else mask.bool())
     return shape[1] // size
-
-
-def check_documents(positions: torch.Tensor, mask: torch.Tensor | None):
-    """
-    Raises `ValueError` if packed documents do not count their tokens from 0: a process knows from the position of its
-    first token how many tokens before belong to the same document.
-    """
-    if mask is not None:
-        positions = positions.expand(len(mask), -1)
-    documents = find_documents(positions, mask)
-    if documents is None:
-        return
-    is_real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-    count = is_real.cumsum(-1)
-    begins = documents.diff(prepend=documents.new_full((len(documents), 1), -1)) > 0
-    before = (count - is_real.long()).where(begins, 0).cummax(-1).values
-    if not (positions == count - 1 - before)[is_real].all():
-        raise ValueError(
-            "`position_ids` must count from 0 in each document of a packed row if sequences are split over processes; "
-            "got documents that begin at other positions"
-        )
 
 
 def check_same_rows(inputs: dict[str, Any], group):

@@ -101,42 +101,54 @@ def compare_split(config: LSGPTConfig, length: int, processes: int) -> dict[str,
         raise ValueError(f"`length` must be a multiple of `processes`, which is {processes}; got {length}")
     mhsa = config.equal_mhsa()
     own = mhsa.kv_cache_bytes(length // processes) / config.num_hidden_layers
-    sent, equal_sent = (split_bytes(each, length, processes) for each in (config, mhsa))
+    (keys, traded), (equal_keys, equal_traded) = (split_bytes(each, length, processes) for each in (config, mhsa))
     slowest, equal_slowest = (slowest_share(each, length, processes) for each in (config, mhsa))
     return {
-        "received per layer, forward, 16 bit": _with_ratio(sent, equal_sent, "B"),
-        "keys and values per layer, 16 bit": _with_ratio(own + sent, own + equal_sent, "B"),
-        "work of the last process / mean": (f"{slowest:.2f}", f"{equal_slowest:.2f}", ""),
+        "received per layer, forward, 16 bit": _with_ratio(keys + traded, equal_keys + equal_traded, "B"),
+        "keys and values per layer, 16 bit": _with_ratio(own + keys, own + equal_keys, "B"),
+        "work of the slowest process / mean": (f"{slowest:.2f}", f"{equal_slowest:.2f}", ""),
     }
 
 
-def split_bytes(config: LSGPTConfig, length: int, processes: int, bytes_per_value: int = 2) -> float:
+def split_bytes(config: LSGPTConfig, length: int, processes: int, bytes_per_value: int = 2) -> tuple[float, float]:
     """
-    Bytes of keys and values that the last of `processes` receives in a forward pass over `length` tokens, averaged
-    over the layers. No process receives more, and none sends more in the forward pass. The backward pass moves the
-    same number of bytes in the other direction.
+    Bytes of keys and values, and of traded queries and their outputs, that the last of `processes` receives in a
+    forward pass over `length` tokens, averaged over the layers. No process receives more, and none sends more in the
+    forward pass. The backward pass moves the same number of bytes in the other direction.
 
     With T tokens in each of R parts, a key/value head needs `2 * D` numbers for each earlier token that it sees:
-    `(R - 1) * T` of them if it is global, `min(W - 1, (R - 1) * T)` if it is local.
+    `(R - 1) * T` of them if it is global, `min(W - 1, (R - 1) * T)` if it is local. A global query head trades the
+    queries and outputs of `T / 2` tokens, `D` numbers each.
     """
     groups, part = config.num_attention_heads // config.num_key_value_heads, length // processes
-    tokens = sum(
-        heads // groups * count_tokens_sent(sender, processes - 1, part, config.window(kind))
-        for kinds in config.head_groups
-        for kind, heads in kinds.items()
-        for sender in range(processes)
+    kinds = [(config.window(kind), heads) for kinds in config.head_groups for kind, heads in kinds.items()]
+    earlier = sum(
+        heads // groups * count_tokens_sent(sender, processes - 1, processes, part, window)
+        for window, heads in kinds
+        for sender in range(processes - 1)
     )
-    return 2 * config.head_dim * tokens * bytes_per_value / config.num_hidden_layers
+    traded = sum(heads * (part // 2) for window, heads in kinds if window is None and processes > 1)
+    per_token = 2 * config.head_dim * bytes_per_value / config.num_hidden_layers
+    return per_token * earlier, per_token * traded
 
 
 def slowest_share(config: LSGPTConfig, length: int, processes: int) -> float:
     """
-    Operations of the last process relative to the mean over all. All compute equally many tokens, but the global heads
-    of later tokens see more keys; see `LSGPTConfig.flops_per_token` for what counts.
+    Operations of the slowest process relative to the mean over all, if each computes the first half of its part and
+    the second half of another. (Local heads keep their second half, which takes them as long, except at the beginning
+    of the sequence.) See `LSGPTConfig.flops_per_token` for what counts.
     """
-    before = length - length // processes
-    total = length * config.flops_per_token(length)
-    return (total - before * config.flops_per_token(before)) / (total / processes) if before else 1.0
+    part, half = length // processes, length // processes // 2
+
+    def operations(begin: int, end: int) -> float:
+        return sum(sign * n * config.flops_per_token(n) for sign, n in ((1, end), (-1, begin)) if n)
+
+    shares = [
+        operations(rank * part, (rank + 1) * part - half)
+        + operations((processes - rank) * part - half, (processes - rank) * part)
+        for rank in range(processes)
+    ]
+    return max(shares) / (sum(shares) / processes)
 
 
 def _with_ratio(ours: float, theirs: float, unit: str = "") -> tuple[str, str, str]:

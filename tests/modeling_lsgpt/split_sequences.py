@@ -6,7 +6,8 @@ Compares sequences that are split over processes with the same sequences in one 
 Four gloo processes are started once. In each configuration, the first 2, 3 or 4 of them share the rows, and the first
 one also computes them alone. The loss must agree to 1e-6 of itself, every gradient to 1e-6 of the largest, and every
 largest logit to 1e-6 of itself (with `triton`, which has no float64, to 1e-5). Models compute in float64, because in
-float32 the order of a sum alone makes some gradients differ by 1.5e-6 of the largest.
+float32 the order of a sum alone makes some gradients differ by 1.5e-6 of the largest. The most bytes that a process
+receives in the forward pass must be those of the formula in `split_bytes`.
 
 `--engine` replaces the drawn engine, `flex_attention` without gradients, which it has none of on the CPU. `--compiled`
 compiles the layers. With `--autocast`, models compute in float32 and bfloat16; loss and gradients may then be twice as
@@ -18,6 +19,8 @@ import json
 import random
 import sys
 import tempfile
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -25,9 +28,11 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.benchmarks.split import ByteCounter
 from lsgpt.modeling_lsgpt import attention_lsgpt
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
 from lsgpt.telemetry import MaxLogits
+from lsgpt.utilities import split_bytes
 
 
 PROCESSES = 4
@@ -44,13 +49,14 @@ def draw(seed: int, engine: str | None = None, is_compiled: bool = False, is_aut
     kind = r.choice(["global", "local", "mixed", "mixed", "mixed", "layers"])
     counts = {"global": groups * num_kv_heads, "local": 0, "mixed": groups, "layers": counts}[kind]
     part = r.randint(3, 70)
-    rows = r.choice(["plain", "plain", "packed", "packed", "left", "right", "packed and padded"])
+    rows = r.choice(["plain", "plain", "packed", "packed", "left", "right", "packed and padded", "lengths"])
     engine = r.choice(["sdpa", "sdpa", "eager"]) if engine is None else engine
     return {
         "seed": seed,
         "size": size,
         "length": part * size,
-        "batch": r.choice([1, 2]),
+        "batch": 1 if rows == "lengths" else r.choice([1, 2]),
+        "first_position": r.choice([0, 0, 3]),
         "rows": rows,
         "engine": engine,
         "compiled": is_compiled,
@@ -69,7 +75,7 @@ def draw(seed: int, engine: str | None = None, is_compiled: bool = False, is_aut
             "num_global_heads": counts,
             "sliding_window": r.choice([2, 5, 8, 16, 2 * part, part + 1, part * size + 3]),
             "attention_sinks": kind != "global" and r.choice([True, False, "full_window"]),
-            "max_position_embeddings": part * size,
+            "max_position_embeddings": part * size + 3,
             "position_embedding_type": r.choice(["learned", "rope", "sinusoidal", "none"]),
             "attn_logit_softcapping": 5.0 if engine == "eager" and r.random() < 0.3 else None,
             "qk_norm": r.random() < 0.3,
@@ -95,7 +101,10 @@ def make_inputs(drawn: dict) -> dict:
         starts = torch.rand(shape) < 3 / drawn["length"]
         starts[:, 0] = True
         index = torch.arange(drawn["length"]).expand(shape)
-        inputs["position_ids"] = index - index.where(starts, 0).cummax(-1).values
+        inputs["position_ids"] = index - index.where(starts, 0).cummax(-1).values + drawn["first_position"]
+    if drawn["rows"] == "lengths":
+        middle = r.randint(1, drawn["length"] - 1)
+        inputs["cu_seq_lens_q"] = torch.tensor([0, middle, drawn["length"]])
     if drawn["counted"]:
         inputs["num_items_in_batch"] = torch.tensor(37)
     if drawn["skip_logits"]:
@@ -122,12 +131,14 @@ def make_model(drawn: dict) -> LSGPTForCausalLM:
     return model
 
 
-def run_step(model, inputs: dict, drawn: dict, is_autocast: bool = False) -> tuple[torch.Tensor, dict, torch.Tensor]:
+def run_step(
+    model, inputs: dict, drawn: dict, is_autocast: bool = False, counter: ByteCounter | None = None
+) -> tuple[torch.Tensor, dict, torch.Tensor]:
     """Loss, gradients and largest logits of a training step."""
     max_logits = MaxLogits(model)
     max_logits.start()
     has_gradients = drawn["engine"] != "flex_attention"
-    with torch.set_grad_enabled(has_gradients), torch.autocast("cpu", enabled=is_autocast):
+    with counter or nullcontext(), torch.set_grad_enabled(has_gradients), torch.autocast("cpu", enabled=is_autocast):
         loss = model(**inputs).loss
     maxima = max_logits.read()
     if has_gradients:
@@ -142,7 +153,10 @@ def compare(drawn: dict, group) -> str | None:
     model, inputs = make_model(drawn), make_inputs(drawn)
     model = model.float() if is_autocast else model
     split_sequences(model, group)
-    loss, gradients, maxima = run_step(model, inputs, drawn, is_autocast)
+    counter = None if drawn["compiled"] else ByteCounter()  # which could not be compiled
+    loss, gradients, maxima = run_step(model, inputs, drawn, is_autocast, counter)
+    received = torch.tensor(counter.received if counter else 0)
+    dist.all_reduce(received, op=dist.ReduceOp.MAX, group=group)
     share = 1 if drawn["counted"] else drawn["size"]
     dist.all_reduce(loss, group=group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
@@ -150,8 +164,13 @@ def compare(drawn: dict, group) -> str | None:
         dist.all_reduce(gradients[name], group=group)
     if dist.get_rank(group):
         return None
+    bytes_per_value = next(model.parameters()).element_size()
+    per_layer = drawn["batch"] * sum(split_bytes(model.config, drawn["length"], drawn["size"], bytes_per_value))
+    formula = round(per_layer * model.config.num_hidden_layers)
+    if counter and not is_autocast and received != formula:
+        return f"{received} bytes received, not {formula}"
     found = {"loss": loss / share, **{name: gradient / share for name, gradient in gradients.items()}}
-    alone, expected, wanted = run_step(make_model(drawn), inputs, drawn)
+    alone, expected, wanted = run_step(make_model({**drawn, "compiled": False}), inputs, drawn)
     expected = {"loss": alone, **expected}
     if set(found) != set(expected):
         return f"gradients of {set(found) ^ set(expected)}"
@@ -189,6 +208,8 @@ def work(rank: int, folder: str, seeds: list[int], options: dict):
 
 def run(seeds: list[int], **options) -> dict[str, str]:
     """The failures of these configurations by their seeds. Processes are forked: imports take longer than the rest."""
+    if options.get("is_compiled") or options.get("engine") == "flex_attention":
+        import_module("torch._inductor.compile_fx")  # once, or else every process does it
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(work, (folder, seeds, options), nprocs=PROCESSES, start_method="fork")
         return json.loads(Path(folder, "failures.json").read_text(encoding="utf-8"))

@@ -1,15 +1,18 @@
 """Many processes through Accelerate: two on the CPU train as one does, and what they save loads in one."""
 
 import json
+import os
 import runpy
 import socket
+import time
 from pathlib import Path
 
 import fresh
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -24,6 +27,14 @@ def launch(name, *command, options=(), **variables) -> fresh.Program:
     """Starts `accelerate launch` with a shipped file, changed by `options` only. The machine's GPUs stay out of it."""
     launcher = "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILES[name], *options, *command
     return fresh.Program(*launcher, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", **variables)
+
+
+def variables_of(name, options) -> dict[str, str]:
+    """What `accelerate launch` tells its processes, which it starts one by one; forks import nothing anew."""
+    parser = launch_command_parser()
+    parsed = parser.parse_args(["--config_file", str(LAUNCH_FILES[name]), *options, "script.py"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(parsed)[0])
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
 def output_of(launcher: fresh.Program) -> str:
@@ -124,11 +135,16 @@ def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row,
     if name == "cp":
         options += ["--parallelism_config_cp_size", str(per_row)]
         options += ["--parallelism_config_dp_shard_size", str(processes // per_row)]
-    launcher = launch(name, SCRIPT, tmp_path / "two", *runs, options=options, PARALLELISM_CONFIG_CP_SIZE=str(per_row))
+    command = tmp_path / "two", *runs
+    launcher = launch(name, SCRIPT, *command, options=options) if per_row == 1 else None
     for kind in runs:
         if not (one / kind).exists():
             runpy.run_path(str(SCRIPT))["train"](one / kind, kind)
-    output = output_of(launcher)
+    if launcher is None:
+        variables = {**variables_of(name, options), "PARALLELISM_CONFIG_CP_SIZE": per_row, "CUDA_VISIBLE_DEVICES": ""}
+        output = "".join(fresh.run_together(processes, "-c", SCRIPT.read_text("utf-8"), *command, **variables))
+    else:
+        output = output_of(launcher)
 
     for kind, checkpoints in runs.items():
         two = tmp_path / "two" / kind
@@ -184,7 +200,8 @@ def assert_same_checkpoint(found: Path, expected: Path):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
@@ -192,20 +209,40 @@ from lsgpt.training import ContextParallelismConfig
 
 class Kill(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2 and args.process_index == 1:
+        if state.global_step == 3 and args.process_index == 1:
+            Path(args.output_dir, "killed_at").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-ids = list(range(16))
-args = TrainingArguments(
-    sys.argv[1], use_cpu=True, report_to="none", parallelism_config=ContextParallelismConfig(cp_size=2)
+rows = torch.randint(16, (99, 16), generator=torch.Generator().manual_seed(0)).tolist()
+config = LSGPTConfig(
+    vocab_size=16, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, resid_dropout=0.1
 )
-model = LSGPTForCausalLM(LSGPTConfig(vocab_size=16, hidden_size=12, num_hidden_layers=1, num_attention_heads=2))
-Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 99, callbacks=[Kill()]).train()
+for kind in sys.argv[2:]:
+    folder = Path(sys.argv[1], "killed" if kind == "resumed" else kind)
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to="none", max_steps=5, save_steps=2, learning_rate=0.01,
+        parallelism_config=ContextParallelismConfig(cp_size=2),
+    )
+    torch.manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    callbacks = [Kill()] if kind == "killed" else []
+    trainer = Trainer(LSGPTForCausalLM(config), args, train_dataset=data, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=kind == "resumed")
+    trainer.save_model()
 """
 
 
-def test_a_killed_process_ends_the_others_that_share_its_rows(tmp_path):
+def test_a_killed_process_ends_the_others_that_share_its_rows_and_the_run_goes_on(tmp_path):
+    """Within a minute, and with the weights of a run that was left alone, to the bit."""
     (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
-    launcher = launch("cpu", tmp_path / "killed.py", tmp_path, options=["--main_process_port", "0"])
+    launcher = launch("cpu", tmp_path / "killed.py", tmp_path, "whole", "killed", options=["--main_process_port", "0"])
     assert launcher.wait(timeout=180) not in (0, None)
+    assert time.time() - float((tmp_path / "killed" / "killed_at").read_text()) < 60
     assert "Signal 9 (SIGKILL)" in launcher.errors
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    fresh.run_together(2, "-c", KILLED, tmp_path, "resumed", ACCELERATE_USE_CPU="true")
+    whole, resumed, before = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "killed", "killed/checkpoint-2")
+    )
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not all(torch.equal(whole[name], before[name]) for name in whole)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import statistics
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import fresh
@@ -15,7 +16,7 @@ import yaml
 from accelerate import ParallelismConfig
 from reference import autograd_functions
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerState, TrainingArguments
 
 import lsgpt_cli
 from lsgpt.training import LSGPTTrainer, RunResult, StepTimerCallback, build_trainer, count_bytes, parse_arguments
@@ -28,6 +29,7 @@ from lsgpt.training.context_parallel import (
 )
 from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
+from lsgpt.training.train import check_stream
 
 
 RECIPE = {
@@ -176,6 +178,15 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path):
         arguments = parse_arguments(None, ["--resume_from_checkpoint", str(whole / "checkpoint-9"), option])
         with pytest.raises(ValueError, match=message):
             build_trainer(arguments)
+
+
+@pytest.mark.parametrize(("per_row", "outcome"), [(2, nullcontext()), (1, pytest.raises(ValueError, match="got 384"))])
+def test_a_stream_goes_on_if_processes_share_its_rows(tmp_path, per_row, outcome):
+    TrainerState(global_step=9, num_input_tokens_seen=9 * 192).save_to_json(str(tmp_path / "trainer_state.json"))
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, dataloader_num_workers=0, world_size=2)
+    args.parallelism_config = SimpleNamespace(cp_size=per_row)
+    with outcome:
+        check_stream(tmp_path, SimpleNamespace(training=args, data=SimpleNamespace(block_size=32)))
 
 
 def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
