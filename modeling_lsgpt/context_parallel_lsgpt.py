@@ -68,23 +68,26 @@ class ExchangeTokens(torch.autograd.Function):
             received: How many tokens come from each process of the group.
             group: The processes that share the sequence, in the order of their parts.
         """
-        ctx.exchange = sent, received, group, states.shape[2]
-        own = states.movedim(2, 0)
-        outgoing = torch.cat([own[len(own) - count :] for count in sent])
-        result = own.new_empty(sum(received), *own.shape[1:])
-        dist.all_to_all_single(result, outgoing, received, sent, group=group)
-        return result.movedim(0, 2)
+        rank, own = dist.get_rank(group), states.movedim(2, 0)
+        kept, before = sent[rank], sum(received[:rank])
+        others = [[0 if i == rank else count for i, count in enumerate(counts)] for counts in (sent, received)]
+        ctx.exchange = *others, group, len(own), kept, before
+        outgoing = torch.cat([own[len(own) - count :] for count in others[0]])
+        incoming = own.new_empty(sum(others[1]), *own.shape[1:])
+        dist.all_to_all_single(incoming, outgoing, *reversed(others), group=group)
+        return torch.cat([incoming[:before], own[len(own) - kept :], incoming[before:]]).movedim(0, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         """Returns the gradient `(B, H, T, D)` of the process's own tokens, which all that got them have computed."""
-        sent, received, group, length = ctx.exchange
-        outgoing = gradient.movedim(2, 0).contiguous()
+        sent, received, group, length, kept, before = ctx.exchange
+        gradient = gradient.movedim(2, 0)
+        outgoing = torch.cat([gradient[:before], gradient[before + kept :]])
         incoming = outgoing.new_empty(sum(sent), *outgoing.shape[1:])
         dist.all_to_all_single(incoming, outgoing, sent, received, group=group)
         own = incoming.new_zeros(length, *incoming.shape[1:], dtype=torch.promote_types(incoming.dtype, torch.float32))
-        for part in incoming.split(sent):
+        for part in (gradient[before : before + kept], *incoming.split(sent)):
             own[length - len(part) :] += part
         return own.to(gradient.dtype).movedim(0, 2), None, None, None
 
@@ -182,13 +185,15 @@ def attend_in_spans(layer: nn.Module) -> Callable:
             for heads, key, value in zip(layer.head_groups, keys, values)
         }
         own, *second = query_states.split(cache.spans, dim=2)
+        if second:  # a copy, because a view would keep all queries in memory, and `trade` copies the second half
+            own = own.contiguous()
         outputs = []
         for query, masks in zip((own, *(cache.trade(query, layer) for query in second)), cache.masks):
             lengths = {heads.layer_idx: masks.visibility[heads.kind].kv_length for heads in layer.head_groups}
             seen = SeenTokens(gathered, lengths)
-            outputs.append(attend(query, key_states, value_states, masks, seen, **kwargs)[0].transpose(1, 2))
-        outputs[1:] = [cache.trade(output, layer) for output in outputs[1:]]
-        return torch.cat(outputs, dim=2).transpose(1, 2), None
+            outputs.append(attend(query, key_states, value_states, masks, seen, **kwargs)[0])
+        outputs[1:] = [cache.trade(output.transpose(1, 2), layer).transpose(1, 2) for output in outputs[1:]]
+        return torch.cat(outputs, dim=1), None
 
     return attend_split
 

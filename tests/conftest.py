@@ -35,6 +35,14 @@ def pytest_collectstart():
     prepare()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fork_server():
+    """Benchmarks use the same one, and must not be the first."""
+    import fresh
+
+    fresh.start_server()
+
+
 TINY = {
     "vocab_size": 97,
     "hidden_size": 48,

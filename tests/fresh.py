@@ -11,12 +11,14 @@ import os
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import types
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -36,10 +38,23 @@ def folder() -> str:
     return path
 
 
+@cache
+def path() -> list[str]:
+    """Where Python looks for modules when it starts: pytest and tests have added to it in this process."""
+    code = "import sys; print(*sys.path[1:], sep='\\n')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def environment() -> dict[str, str]:
     """What libraries read when they are imported; it is the same for all programs."""
     caches = {f"HF_{name}_CACHE": f"{folder()}/{name.lower()}" for name in ("DATASETS", "METRICS", "MODULES")}
     return {**caches, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+
+
+def start_server():
+    """Starts the server, unless it runs. Python has only one: whoever starts it decides what it has imported."""
+    with mock.patch.dict(os.environ, environment()):
+        forkserver.ensure_running()
 
 
 class Program:
@@ -56,11 +71,11 @@ class Program:
         self._files = [place / "output", place / "errors"]
         for file in self._files:
             file.touch()
-        with mock.patch.dict(os.environ, environment()):  # the first program starts the server
-            all_variables = {**os.environ, **variables}
-            target = [str(x) for x in arguments], str(Path(cwd).resolve()), self._files, all_variables
-            self.process = SERVER.Process(target=_become, args=target)
-            self.process.start()
+        start_server()
+        cwd, all_variables = str(Path(cwd).resolve()), {**os.environ, **environment(), **variables}
+        target = [str(x) for x in arguments], cwd, [cwd, *path()], self._files, all_variables
+        self.process = SERVER.Process(target=_become, args=target)
+        self.process.start()
 
     @property
     def output(self) -> str:
@@ -110,13 +125,12 @@ def run_together(number: int, *arguments, **variables) -> list[str]:
     return [program.output for program in programs]
 
 
-def _become(arguments: list[str], cwd: str, files: list[Path], variables: dict[str, str]):
+def _become(arguments: list[str], cwd: str, path: list[str], files: list[Path], variables: dict[str, str]):
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY), number)
     os.chdir(cwd)
     os.environ.update(variables)
-    # As Python starts: without the folders in which pytest has found what it imports.
-    sys.path[:] = [cwd, *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
+    sys.path[:] = path
     option, what, *sys.argv[1:] = arguments
     if option == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)

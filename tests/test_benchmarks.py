@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import fresh
 import pytest
 
 from lsgpt.benchmarks import long_context, memory, record, split, telemetry
@@ -131,14 +132,15 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
 
 def test_split_receives_what_the_formula_says(tmp_path):
     options = ["--processes", "1", "3", "--length", "192", "--steps", "1", "--preset", "demo"]
-    split.main([*options, "--output", str(tmp_path / "split.json")])
+    fresh.run("-m", "lsgpt_cli", "bench", "split", *options, "--output", "split.json", cwd=tmp_path)
     rows = json.loads((tmp_path / "split.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["model"], row["processes"]) for row in rows] == [(name, n) for name in split.MODELS for n in (1, 3)]
     config = load_preset("demo")
     local = config.num_attention_heads - 1
-    # The last of three parts of 64 tokens, in float32: all tokens before it, or those in the window.
+    # The last of three parts of 64 tokens, in float32. A global head needs the 128 tokens before it, and trades 32
+    # queries and outputs; a local head needs the tokens in its window.
     per_head = 2 * config.head_dim * 4 * config.num_hidden_layers
-    expected = per_head * (128 + local * min(config.sliding_window - 1, 128)), per_head * 128 * (1 + local)
+    expected = per_head * (160 + local * min(config.sliding_window - 1, 128)), per_head * 160 * (1 + local)
     assert [row["received_bytes"] for row in rows] == [0, expected[0], 0, expected[1]]
     assert all(row["received_bytes"] == row["formula_bytes"] and row["seconds"] > 0 for row in rows)
 
