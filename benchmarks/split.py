@@ -3,8 +3,8 @@
 Each step runs in R processes of one thread each (gloo), or of one GPU each (NCCL). It measures the bytes that the
 last process receives in the forward pass, the peak memory that a step adds in the process where it is highest, and the
 time, for LSGPT and for the same model with all heads global. Weights and their gradients are not part of the peak, and
-there is no optimizer. On Linux, the processes return the memory of freed tensors to the system at once, so that the peak
-is what tensors need and not how the C library keeps what was freed.
+there is no optimizer. On Linux, the processes return the memory of freed tensors to the system at once, so that the
+peak is what tensors need and not how the C library keeps what was freed.
 """
 
 import argparse
