@@ -110,7 +110,7 @@ def test_soft_grpo_trains_it(source):
 def test_the_commands_of_the_page(source, capsys):
     run("convert", "--max-blocks", "1")
     config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
-    assert sum(config.num_global_heads_per_layer) == 48 and config.sliding_window == 221
+    assert sum(config.num_global_heads_per_layer) == 27 and config.sliding_window == 910
     assert config.attention_sinks == "full_window"
     assert config.kv_cache_bytes(8192) <= 0.2 * config.equal_mhsa().kv_cache_bytes(8192)
     # Untrained, and chosen on little text: perplexity, and how many of two numbers are found in plain words.
