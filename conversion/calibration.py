@@ -25,8 +25,11 @@ from .retrieval import KINDS, Passage, ask, exact_matches, make_passages
 MAX_BLOCK_SIZE = 2048
 """Largest number of tokens in a block of held-out text, for models with more positions than this."""
 
-MEASURED_LENGTH = 1024
-"""Number of tokens in a piece of text or a passage that heads are measured on; or four windows, if these are more."""
+MEASURED_LENGTHS = 1024, 4096
+"""
+Least and largest number of tokens in a piece of text or a passage that heads are measured on. Between them, it is four
+windows. (Two windows chose worse heads for what is farther back.)
+"""
 
 SHARE_LENGTH = 8192
 """Number of tokens at which a share of the cache is meant, or the model's positions, if these are fewer."""
@@ -86,7 +89,9 @@ def calibrate(
     Raises:
         ValueError: If the number leaves no choice, the window hides nothing, or the text is too short.
     """
-    block_size = min(model.config.max_position_embeddings, max(MAX_BLOCK_SIZE, 4 * window))
+    least, most = MEASURED_LENGTHS
+    length = min(model.config.max_position_embeddings, max(least, min(4 * window, most), 2 * window))
+    block_size = min(model.config.max_position_embeddings, max(MAX_BLOCK_SIZE, length))
     count = count_global_heads(model.config, global_kv_heads, balance)
     if not 2 <= window < block_size:
         raise ValueError(
@@ -94,7 +99,6 @@ def calibrate(
             f"{block_size} tokens; got {window}"
         )
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
-    length = min(block_size, max(MEASURED_LENGTH, 4 * window))
     pieces = [piece for block in blocks for piece in block.split(length) if len(piece) == length]
     passages, questions = [], []
     if has_room(tokenizer, length, window):
@@ -104,8 +108,8 @@ def calibrate(
 
     begin = time.perf_counter()
     perplexity(model, pieces[:1])
-    # Measuring computes attention two more times, without a fast kernel.
-    passes = 2 * len(pieces) + 1.2 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
+    # Measuring computes the attention of windows again, without a fast kernel.
+    passes = 1.5 * len(pieces) + 1.1 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
     print(f"Calibration takes about {math.ceil((time.perf_counter() - begin) * passes / 60)} min", flush=True)
 
     changes = measure_changes(model, pieces, window, [passage.with_questions() for passage in passages])
