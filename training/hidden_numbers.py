@@ -18,11 +18,11 @@ FORMATS = (
 
 NAMES = ("Alice", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jonas", "Karen", "Louis")
 
-COUNT = 3
+COUNT = 5
 """How many numbers are hidden in a block."""
 
-SHARE = 0.08
-"""The share of blocks that get numbers."""
+SHARE = 0.5
+"""The share of blocks that get numbers. Large, because a conversion loses far more of finding than of perplexity."""
 
 
 class HideNumbers:
