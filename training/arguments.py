@@ -177,8 +177,8 @@ class Arguments(NamedTuple):
 
     def build_config(self) -> LSGPTConfig:
         """
-        Returns the configuration of the preset, or of the checkpoint to fine-tune, with the overrides.
-        Raises `ValueError` as `load_preset` and `load_config` do.
+        Returns the configuration of the preset, or of the checkpoint to fine-tune, with the overrides. Raises
+        `ValueError` as `load_preset` and `load_config` do.
         """
         overrides: Any = self.model.config_overrides or {}  # annotated as `dict | str` for the parser
         if self.model.model_name_or_path:

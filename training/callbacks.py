@@ -25,10 +25,9 @@ logger = logging.get_logger(__name__)
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. JSON has
-    no NaN and infinities: they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, from which `read_metrics`
-    and Python's `float` make numbers again. A resumed run first drops the lines after its step; a new run keeps all
-    lines, so give it another `output_dir`.
+    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line; NaN and
+    infinities are written as by `to_json`, and read by `read_metrics`. A resumed run first drops the lines after its
+    step; a new run keeps all lines, so give it another `output_dir`.
 
     ```python
     >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
@@ -56,11 +55,7 @@ class MetricsFileCallback(TrainerCallback):
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """
-    Reads JSON lines, such as those of `MetricsFileCallback`; skips a last line that was cut off by a crash.
-
-    Earlier versions wrote `null` for a figure that was not finite, which is read as it is.
-    """
+    """Reads the lines of `MetricsFileCallback`, without a last one that was cut off by a crash."""
     logs = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -101,7 +96,7 @@ class SaveOnSignalCallback(TrainerCallback):
             self._previous_handler = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.was_signalled = any_process(self._is_pending, args.device)
+        (self.was_signalled,) = any_process([self._is_pending], args.device)
         if self.was_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
             # Log as well, because a checkpoint does not contain the losses since the last log.
@@ -168,13 +163,13 @@ class StepTimerCallback(TrainerCallback):
             self._step_tokens += ids.numel()
 
 
-def any_process(value: bool, device: torch.device) -> bool:
-    """Whether `value` is true in any of the processes."""
+def any_process(values: list[bool], device: torch.device) -> list[bool]:
+    """Which of `values` are true in any of the processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    flag = torch.tensor(float(value), device=device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    return flag.item() > 0
+        return values
+    flags = torch.tensor(values, dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return (flags > 0).tolist()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,10 +183,9 @@ class StopOnBadLossCallback(TrainerCallback):
 
     The weights stay those of the last good step, and are saved in a checkpoint. (With DeepSpeed, which takes the step
     in the backward pass, they are those after the bad step.) The error message names the step and, if it was the loss,
-    the first layer with a NaN or an infinity in its output. The callback watches the loss that the model returns for
-    its labels, and ignores a loss that a `Trainer` computes outside the model. With `fp16`, gradients are left to the
-    gradient scaler, which skips such steps itself. The bad loss is logged as it is: during the training,
-    `logging_nan_inf_filter`, which would log 0 or the mean of the previous steps instead, is off.
+    the first layer with a NaN or an infinity in its output. The callback ignores a loss that a `Trainer` computes
+    outside the model. With `fp16`, gradients are left to the gradient scaler, which skips such steps itself. The bad
+    loss is logged as it is: `logging_nan_inf_filter`, which would log other numbers, is off during the training.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
@@ -221,8 +215,10 @@ class StopOnBadLossCallback(TrainerCallback):
         self._batches.clear()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        is_loss = any_process(any(not loss.isfinite() for _, loss in self._batches), args.device)
-        if not is_loss and (args.fp16 or not any_process(_has_bad_gradient(model), args.device)):
+        is_bad_loss = any(not loss.isfinite() for _, loss in self._batches)
+        is_bad_gradient = not args.fp16 and _has_bad_gradient(model)
+        is_loss, is_gradient = any_process([is_bad_loss, is_bad_gradient], args.device)
+        if not (is_loss or is_gradient):
             return
         self.bad_step = state.global_step + 1
         state.prevented_step = self.bad_step
@@ -261,18 +257,15 @@ def _has_bad_gradient(model: nn.Module) -> bool:
 @torch.no_grad()
 def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
     """Runs the batch again and returns the first module, in order of execution, whose output is not finite."""
+    names = {module: name for name, module in model.named_modules() if not list(module.children())}
     bad = []
 
-    def check(name):
-        def hook(module, args, output):
-            tensors = output if isinstance(output, tuple) else (output,)
-            if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
-                bad.append(name.replace("_orig_mod.", ""))  # prefix of torch.compile
+    def check(module, args, output):
+        tensors = output if isinstance(output, tuple) else (output,)
+        if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
+            bad.append(names[module].replace("_orig_mod.", ""))  # prefix of torch.compile
 
-        return hook
-
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    hooks = [module.register_forward_hook(check(name)) for name, module in leaves]
+    hooks = [module.register_forward_hook(check) for module in names]
     try:
         model(**inputs)
     finally:

@@ -38,19 +38,9 @@ END_OF_TEXT = "<|endoftext|>"
 # Not the end-of-text token: collators exclude padding from the loss, but the model has to learn where texts end.
 PAD = "<|pad|>"
 
-# Installed packages, tests, generated tables, and files that differ between operating systems or distributions.
-_NOT_LIBRARY_SOURCE = {
-    "__phello__",
-    "dist-packages",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
+# Installed packages, programs and tests; generated tables, and files that differ between systems or distributions.
+_NOT_LIBRARY_SOURCE = {"dist-packages", "ensurepip", "idlelib", "site-packages", "test", "tests", "turtledemo"}
+_NOT_LIBRARY_SOURCE |= {"__phello__", "encodings", "pydoc_data"}
 _HELD_OUT_256THS = 13  # about a twentieth
 
 STDLIB = "stdlib"
@@ -72,9 +62,8 @@ def load_documents(
     Loads the documents of a dataset.
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
-    share of the training documents is held out. A hash of its text decides about each document, so that the number of
-    files, their order and equal documents make no difference. If there are too few documents, the end of each is held
-    out, for example the last 5% of its text. A split or a file called `test` is not used.
+    share of the training documents is held out, by a hash of the text, so that files, their order and equal documents
+    make no difference. Of too few documents, the end of each is held out. A split or a file called `test` is not used.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
@@ -92,7 +81,7 @@ def load_documents(
             documents, or there are files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
-        raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
+        raise ValueError(f"`validation_percentage` must be between 1 and 50; got {validation_percentage}")
     if dataset_name == STDLIB:
         splits = load_stdlib()
         if not streaming:
@@ -146,26 +135,20 @@ def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | 
     """
     if isinstance(documents, IterableDataset):
         return documents.map(_check_row, fn_kwargs={"place": place}, features=documents.features)
-    feature = documents.features["text"]
-    found = feature.dtype if isinstance(feature, Value) else type(feature).__name__.lower()
-    if "string" not in found:
-        raise _not_text(place, f"values of the type {found}")
-    if nulls := documents.data.column("text").null_count:
-        raise _not_text(place, f"no text (null) in {nulls} of {len(documents)} rows")
+    column = documents.data.column("text")
+    if column.null_count or str(column.type) not in ("string", "large_string"):
+        for row in documents:
+            _check_row(row, place)
     return documents
 
 
 def _check_row(row: dict, place: str) -> dict:
     if not isinstance(row["text"], str):
-        raise _not_text(place, repr(row["text"])[:60])
+        raise ValueError(
+            f"`text_column` must hold one string in each row; {place} {repr(row['text'])[:60]}. Remove such rows, or "
+            "convert them to text first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
+        )
     return row
-
-
-def _not_text(place: str, found: str) -> ValueError:
-    return ValueError(
-        f"`text_column` must hold one string in each row; {place} {found}. Remove such rows, or convert them to text "
-        "first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
-    )
 
 
 def _local_files(path: Path) -> dict:
@@ -212,17 +195,14 @@ def _is_held_out(text: str, percentage: int, wanted: bool) -> bool:
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
     """
-    Loads the Python files of the running interpreter's standard library, a text that every machine has.
+    Loads the Python files of a folder, by default of the standard library, a text that every machine has.
 
-    Order and split depend only on a digest of each file's path inside `folder`. They are the same on every machine,
+    Order and split depend only on a digest of each file's path inside the folder. They are the same on every machine,
     and a file stays in the same split from one Python version to the next.
 
-    Args:
-        folder: Where to look for `.py` files; the standard library's folder by default.
-        max_characters: Training files are added until they have this many characters.
-
     Returns:
-        The splits `train` and `validation` (about a twentieth of the files) with the columns `text` and `path`.
+        The splits `train`, with files until they have `max_characters`, and `validation`, about a twentieth of all
+        files. The columns are `text` and `path`.
 
     Raises:
         ValueError: If there is no file for one of the splits, as in a Python that was installed without its source.
@@ -248,14 +228,8 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """
-    Loads a tokenizer, and checks that it fits the model.
-
-    Args:
-        name: A tokenizer's name on the Hub, or its folder.
-        vocab_size: The model's number of tokens.
-
-    Raises:
-        ValueError: If there is no such tokenizer, or it has more tokens than the model or no end-of-text token.
+    Loads a tokenizer by its name on the Hub or its folder. Raises `ValueError` if there is no such tokenizer, or it
+    has more than `vocab_size` tokens or no end-of-text token.
     """
     if looks_like_a_path(name) and not Path(name).is_dir():
         raise ValueError(
@@ -375,9 +349,9 @@ def pack(
             positions, which restart at each document, and at each block in a document that was cut.
 
     Returns:
-        Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`. The tokens
-        after the last full block are left out. The type is that of `tokens`. A stream has the shards (files) of
-        `tokens`: if several workers share it, each packs those that it reads, and leaves out its last tokens.
+        Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`, of the
+        type of `tokens`. The tokens after the last full block are left out; if workers share a stream, after the last
+        one of each.
 
     Raises:
         ValueError: If there is less than one block of tokens.
@@ -456,20 +430,13 @@ class Passes(torch.utils.data.IterableDataset):
     """
     Batches of passes over a stream, one after the other and without end, for a `DataLoader` with `batch_size=None`.
 
-    All batches are full: one that is not at the end of a pass takes its other rows from the next pass. With several
-    processes, each reads the whole stream and takes its share of every `world_size` batches, so that together they see
-    what one process would see with larger batches.
+    All batches are full: the last one of a pass takes its other rows from the next pass. With several processes, each
+    reads the whole stream and takes its share of every `world_size` batches, so that together they see what one
+    process would see with larger batches.
     """
 
     def __init__(self, rows: DataLoader, batch_size: int, collate: Callable, process_index: int, world_size: int):
-        """
-        Args:
-            rows: The rows of one pass, one at a time; its `dataset` may have `set_epoch`.
-            batch_size: Number of rows in a batch of one process.
-            collate: Makes a batch of a list of rows.
-            process_index: The number of this process.
-            world_size: The number of processes.
-        """
+        """Takes `rows` one at a time, and calls `set_epoch` of their `dataset`, if any, before every pass."""
         self.rows, self.batch_size, self.collate = rows, batch_size, collate
         self.process_index, self.world_size = process_index, world_size
 
@@ -485,11 +452,10 @@ class Passes(torch.utils.data.IterableDataset):
         for number in count():
             if hasattr(self.rows.dataset, "set_epoch"):
                 self.rows.dataset.set_epoch(number)
-            is_empty = True
+            row = None
             for row in self.rows:
-                is_empty = False
                 yield row
-            if is_empty:
+            if row is None:
                 raise ValueError("`train_dataset` must have rows; the stream has none")
 
 

@@ -1,9 +1,4 @@
-"""
-Healing a converted checkpoint: loads a teacher to learn from, and selects which weights to train.
-
-The loss of a step with a teacher is the Kullback-Leibler divergence of the teacher's next-token distributions, see
-`lsgpt.modeling_lsgpt.loss_lsgpt`.
-"""
+"""Healing a converted checkpoint: loads a teacher to learn from, and selects which weights to train."""
 
 import math
 from pathlib import Path
@@ -28,11 +23,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
     """
     Loads a causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the
-    precision in which the run computes.
-
-    Args:
-        name: Its folder, its name on the Hub, or a GGUF file.
-        args: The arguments of the run.
+    precision in which the run computes. `name` is its folder, its name on the Hub, or a GGUF file.
 
     Raises:
         ValueError: If there is no such model, or its files lack some of its weights.
@@ -55,16 +46,9 @@ def check_teacher(
     respect_boundaries: bool,
 ):
     """
-    Raises `ValueError` if the teacher does not fit the student: it must have the same vocabulary, at least as many
-    positions as a block has tokens, and keep packed documents apart if the student does.
-
-    Args:
-        teacher: The teacher.
-        name: What `load_teacher` was given. If there is a tokenizer in this place, it is compared with the student's.
-        tokenizer: The student's tokenizer.
-        vocab_size: The student's number of tokens.
-        block_size: Number of tokens in a block.
-        respect_boundaries: Whether positions restart with each document.
+    Raises `ValueError` if the teacher does not fit the student: it must have the same tokenizer, unless there is none
+    in the place `name`, and the same `vocab_size`, at least `block_size` positions, and keep packed documents apart if
+    the student does (`respect_boundaries`).
     """
     config = teacher.config.get_text_config()
     if config.vocab_size != vocab_size:
@@ -121,13 +105,8 @@ def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor])
 
 def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset, args: TrainingArguments) -> float:
     """
-    Measures the perplexity of a model over the predicted tokens of all blocks. Processes share the work, so all of
-    them must call it.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        blocks: Rows of `pack`.
-        args: The arguments of the run; a batch has `per_device_eval_batch_size` rows.
+    Returns the perplexity of a causal language model in evaluation mode over the predicted tokens of rows of `pack`.
+    The processes share the work in batches of `per_device_eval_batch_size`, so all of them must call it.
     """
     blocks = split_dataset_by_node(blocks, args.process_index, args.world_size)
     batches = DataLoader(blocks, batch_size=args.per_device_eval_batch_size, collate_fn=collate_blocks)
@@ -139,15 +118,14 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
     return perplexity_of(total, count)
 
 
-def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16) -> Any:
+def choose_trainable(model: PreTrainedModel, trainable: str) -> Any:
     """
     Freezes the weights that are not trained, and adds adapters for `lora`.
 
     Args:
         model: An LSGPT model.
         trainable: `all` weights; `light`, only the vectors, which are sinks, biases and norms; or `lora`, the vectors
-            and an adapter for every matrix of the blocks.
-        lora_rank: Rank of the adapters; their product is scaled by 2.
+            and an adapter of rank 16 for every matrix of the blocks.
 
     Returns:
         The adapters, a `peft.LoraModel`, whose `merge_and_unload` merges them into the weights; or `None`.
@@ -163,9 +141,8 @@ def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16
             from peft import LoraConfig, LoraModel  # noqa: PLC0415 (optional)
         except ImportError as error:
             raise ImportError("`trainable: lora` needs the package peft: pip install peft") from error
-        # The adapters are added inside the model, which stays a Transformers model. Its checkpoints contain weights
-        # and adapters under their own names, and a run can resume from them as from any other checkpoint.
-        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        # Inside the model, which stays a Transformers model: a run can resume from its checkpoints as from others.
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         adapters = LoraModel(model, config, "default")
     else:
         model.requires_grad_(False)

@@ -20,7 +20,6 @@ from .soft_thinking import (
     completion_log_probs,
     embed_steps,
     find_end_of_thinking,
-    forward_parameters,
     generate_soft_thinking,
     in_float32,
     run_decoder,
@@ -38,8 +37,8 @@ except ImportError as error:
 @dataclass
 class SoftGRPOConfig(GRPOConfig):
     """
-    TRL's `GRPOConfig` with four more fields for soft thinking, and with the published values as defaults: those of the
-    paper's script, or of verl where the script sets none. The defaults of lengths and batch sizes are TRL's.
+    TRL's `GRPOConfig` with four more fields for soft thinking, and with the published values as defaults, except for
+    lengths and batch sizes: those of the paper's script, or of verl where the script sets none.
 
     Raises:
         ValueError: If a value is out of range, or soft thinking does not support an option of TRL.
@@ -50,8 +49,8 @@ class SoftGRPOConfig(GRPOConfig):
     end_of_thinking: str = HfArg(default="</think>", help="The token of the tokenizer that ends the soft thinking.")
     max_thinking_tokens: int | None = HfArg(
         default=None,
-        help="Number of soft steps after which the end-of-thinking token is inserted. An inserted token is not "
-        "trained on. By default, only `max_completion_length` limits the thinking.",
+        help="Number of soft steps after which the end-of-thinking token is inserted, which is not trained on; by "
+        "default, only `max_completion_length` limits the thinking.",
     )
 
     temperature: float = HfArg(default=1.0, help="Divides the logits, while thinking and after it.")
@@ -61,9 +60,7 @@ class SoftGRPOConfig(GRPOConfig):
     epsilon: float = HfArg(default=0.2, help="The ratio is clipped to [1 - epsilon, 1 + epsilon].")
     delta: float | None = HfArg(default=3.0, help="Bound of the ratio where the advantage is negative (dual clip).")
     loss_type: str = HfArg(default="bnpo", help="`bnpo` is the mean over the tokens of a batch.")
-    use_bias_correction_kl: bool = HfArg(
-        default=False, help="Whether the ratio multiplies the KL divergence; published: no."
-    )
+    use_bias_correction_kl: bool = HfArg(default=False, help="Whether the ratio multiplies the KL divergence.")
     lr_scheduler_type: str = HfArg(default="constant", help="Schedule of the learning rate.")
     weight_decay: float = HfArg(default=0.01, help="Weight decay of AdamW.")
 
@@ -100,19 +97,10 @@ class SoftGRPOTrainer(GRPOTrainer):
 
     All inputs are detached, as published. If input and output embeddings are not tied, the input embeddings are
     therefore not trained. The logits of all completion tokens of a batch of `per_device_train_batch_size` sequences
-    are in memory at once.
-
-    Args:
-        model: A model, or its folder or name. The reference model (if `beta` is above 0) is loaded from the same place
-            as the model, unless the model has a PEFT adapter.
-        reward_funcs: As in `GRPOTrainer`; they see the visible tokens.
-        args: Required.
-        *others: As in `GRPOTrainer`.
-        **more: As in `GRPOTrainer`.
+    are in memory at once. Arguments are those of `GRPOTrainer`; reward functions see the visible tokens.
 
     Raises:
-        ValueError: If a model, a tokenizer or an option cannot be used with soft thinking. It is raised before
-            training.
+        ValueError: If a model, a tokenizer or an option cannot be used with soft thinking.
     """
 
     _tag_names = ["trl", "soft-grpo"]
@@ -222,7 +210,6 @@ class SoftGRPOTrainer(GRPOTrainer):
         **multimodal,
     ):
         """Overrides TRL's method: inputs are embeddings, and soft steps are scored by the density of their noise."""
-        known = forward_parameters(model)
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
         all_steps = [_pad_steps(self._rollout[name], logits_to_keep) for name in STEP_FIELDS]
         train_entropy = torch.is_grad_enabled() and (self.args.entropy_coef != 0 or self.args.use_adaptive_entropy)
@@ -236,9 +223,7 @@ class SoftGRPOTrainer(GRPOTrainer):
                 soft = embed_steps(embeddings, token_ids, *steps, self.args.gumbel_temperature)
                 inputs_embeds = torch.cat([embeddings(prompt_ids), soft], dim=1)
             with self.accelerator.autocast():
-                outputs = run_decoder(
-                    model, known, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False
-                )
+                outputs = run_decoder(model, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False)
             logits = outputs.logits[:, -logits_to_keep - 1 : -1]
             is_padding = attention_mask[rows, -logits_to_keep:] == 0
             scores = completion_log_probs(logits, token_ids, *steps, self.temperature)

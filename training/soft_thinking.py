@@ -4,13 +4,10 @@ Soft thinking (arXiv:2505.15778) with Gumbel noise, as in SofT-GRPO (arXiv:2511.
 While it thinks, the model does not choose one token per step. Instead, the next input is a mixture of the embeddings
 of the k most likely tokens, whose weights are made random by Gumbel noise. After the end-of-thinking token, tokens are
 sampled as usual. Given the noisy log-probabilities `u` of a step, the density of the noise `u - log p` gives the
-log-probability of the step under other model weights, which is what reinforcement learning needs.
-
-This module contains the equations as functions of tensors, and `generate_soft_thinking` for any decoder that takes
-`inputs_embeds`. `lsgpt.training.soft_grpo` trains with them.
+log-probability of the step under other model weights, which `lsgpt.training.soft_grpo` needs.
 
 Shapes: B sequences, P prompt tokens, C completion tokens, V vocabulary size, k candidates per step, D embedding
-dimensions.
+dimensions. `temperature` always divides the logits.
 """
 
 import inspect
@@ -52,8 +49,8 @@ def select_candidates(
         temperature: Divides the logits.
 
     Returns:
-        Token ids `(..., k)`, the most likely first, and their probabilities `(..., k)`, which sum to 1 and are 0 for
-        the tokens that `top_p` cuts off.
+        Token ids, the most likely first, and their probabilities, both `(..., k)`. The probabilities sum to 1 and are
+        0 for the tokens that `top_p` cuts off.
     """
     values, ids = (in_float32(logits) / temperature).topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(-1)
@@ -66,13 +63,8 @@ def add_gumbel_noise(
     probabilities: torch.Tensor, noise_factor: float = 1.0, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    Returns the noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of the candidates, where g is drawn from
-    the standard Gumbel distribution and clamped to [-1.5, 3].
-
-    Args:
-        probabilities: `(..., k)`.
-        noise_factor: Scale of the noise; 0 for no noise.
-        generator: A generator on the device of `probabilities`; PyTorch's own by default.
+    Returns the noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of candidates with the probabilities p
+    `(..., k)`, where g is drawn from the standard Gumbel distribution and clamped to [-1.5, 3].
     """
     gumbel = -torch.empty_like(probabilities).exponential_(generator=generator).log()
     return (probabilities + SMALLEST_PROBABILITY).log() + noise_factor * gumbel.clamp(*GUMBEL_BOUNDS)
@@ -95,9 +87,8 @@ def soft_log_probs(
 
     Args:
         logits: `(..., V)`.
-        candidate_ids: `(..., k)`, as in the rollout.
-        noisy_log_probs: u `(..., k)`, as in the rollout.
-        temperature: Divides the logits, as in the rollout.
+        candidate_ids, noisy_log_probs: `(..., k)`, as in the rollout.
+        temperature: As in the rollout.
 
     Returns:
         `(...)`.
@@ -119,16 +110,9 @@ def completion_log_probs(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """
-    Returns the log-probability of each step of completions: `soft_log_probs` for a soft step, the log-probability of
-    the token for any other.
-
-    Args:
-        logits: `(B, C, V)`, those from which each step was drawn.
-        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
-        temperature: Divides the logits.
-
-    Returns:
-        `(B, C)`.
+    Returns the log-probability of each step of completions, `(B, C)`: `soft_log_probs` for a soft step, the
+    log-probability of the token for any other. `logits` `(B, C, V)` are those from which each step was drawn; for the
+    other tensors, see `SoftRollout`.
     """
     soft = soft_log_probs(logits, candidate_ids, noisy_log_probs, temperature)
     discrete = (in_float32(logits) / temperature).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
@@ -146,12 +130,8 @@ def embed_steps(
 ) -> torch.Tensor:
     """
     Returns the model's input after each step, `(B, C, D)`, without a gradient: the mixture of the candidates'
-    embeddings after a soft step, the embedding of the token after any other.
-
-    Args:
-        embeddings: The model's `get_input_embeddings()`.
-        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
-        gumbel_temperature: tau.
+    embeddings after a soft step, the embedding of the token after any other. `embeddings` are the model's
+    `get_input_embeddings()`; for the tensors, see `SoftRollout`.
     """
     candidates = embeddings(candidate_ids)
     weights = soft_weights(noisy_log_probs, gumbel_temperature).to(candidates.dtype)
@@ -168,7 +148,7 @@ def in_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 class SoftRollout(NamedTuple):
-    """Completions of `generate_soft_thinking`. If a step is not soft, its candidates and noise are 0."""
+    """Completions of `generate_soft_thinking`. Steps that are not soft have zeros as candidates and noise."""
 
     token_ids: torch.Tensor
     """`(B, C)`: the visible tokens; for a soft step, the one with the largest weight; padding after the end."""
@@ -215,9 +195,7 @@ def generate_soft_thinking(
         end_of_thinking_id: The token that ends the thinking, see `find_end_of_thinking`.
         max_new_tokens: Length C at which a completion ends in any case.
         max_thinking_tokens: After this many soft steps, the end-of-thinking token is inserted; by default, never.
-        temperature: Divides the logits, while thinking and after it.
-        top_k: Number of candidates k, while thinking and after it.
-        top_p: Share of their probability to keep, while thinking and after it.
+        temperature, top_k, top_p: See `select_candidates`; they also apply after the thinking.
         gumbel_temperature: tau of the weights of a soft step.
         noise_factor: Scale of the Gumbel noise; 0 for soft thinking without noise.
         eos_token_id: The token or tokens that end a completion; those of `model.generation_config` by default.
@@ -240,14 +218,14 @@ def generate_soft_thinking(
         eos_token_id = model.generation_config.eos_token_id
     eos_token_ids = torch.tensor([] if eos_token_id is None else eos_token_id, dtype=torch.long).to(input_ids.device)
 
-    known, embeddings = forward_parameters(model), model.get_input_embeddings()
+    embeddings = model.get_input_embeddings()
     inputs_embeds, past_key_values = embeddings(input_ids), None
     is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
     is_running = is_thinking
     steps = []
     for length in range(max_new_tokens):
         options = {"past_key_values": past_key_values, "use_cache": use_cache}
-        outputs = run_decoder(model, known, inputs_embeds, attention_mask, 1, **options)
+        outputs = run_decoder(model, inputs_embeds, attention_mask, 1, **options)
         ids, probabilities = select_candidates(outputs.logits[:, -1], top_k, top_p, temperature)
         noisy = add_gumbel_noise(probabilities, noise_factor, generator)
         sampled = torch.multinomial(probabilities, 1, generator=generator)
@@ -265,8 +243,7 @@ def generate_soft_thinking(
         is_running = is_running & ~torch.isin(token_ids, eos_token_ids)
         if not is_running.any():
             break
-        step = (x[:, None] for x in (token_ids, ids, noisy, is_soft))
-        next_embeds = embed_steps(embeddings, *step, gumbel_temperature)
+        next_embeds = embed_steps(embeddings, token_ids, ids, noisy, is_soft, gumbel_temperature)[:, None]
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
@@ -281,27 +258,15 @@ def generate_soft_thinking(
 
 
 def run_decoder(
-    model: nn.Module,
-    known: set[str],
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    **options: Any,
+    model: nn.Module, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **options: Any
 ) -> Any:
     """
-    Runs the decoder on `inputs_embeds`. The outputs have at least the logits of the last `logits_to_keep` positions.
-
-    Position ids count only real tokens, so that padding changes nothing, whatever kind of positions the model has.
-
-    Args:
-        model: The decoder, possibly wrapped by a trainer.
-        known: The names of the arguments that its `forward` takes.
-        inputs_embeds: `(B, T, D)`.
-        attention_mask: `(B, past + T)`.
-        logits_to_keep: Number of positions whose logits are needed.
-        **options: More arguments of `forward`.
+    Returns what a decoder, possibly wrapped by a trainer, makes of `inputs_embeds` `(B, T, D)`, with at least the
+    logits of the last `logits_to_keep` positions. `attention_mask` is `(B, past + T)`; `options` are more arguments of
+    `forward`. Position ids count only real tokens, so that padding changes nothing.
     """
     position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs_embeds.shape[1] :]
+    known = forward_parameters(model)
     for name, value in (("position_ids", position_ids), ("logits_to_keep", logits_to_keep)):
         if name in known:
             options[name] = value

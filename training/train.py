@@ -100,8 +100,7 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Tr
 
     Args:
         arguments: What `parse_arguments` returns.
-        save_card: Writes the model card if the run is pushed to the Hub: `lsgpt.model_cards.save_card`. Without it,
-            Transformers does.
+        save_card: Writes the model card if the run is pushed to the Hub, see `LSGPTTrainer`.
 
     Returns:
         The trainer, with the trained model.
@@ -288,11 +287,8 @@ def _callback(trainer: Trainer, callback_type: type) -> Any:
 
 def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     """
-    Trains, evaluates, saves, reports, and prints what to do next.
-
-    Returns:
-        The results, as in `results.json`; `None` in processes other than the main one, and after SIGTERM, which ends
-        the run with a checkpoint.
+    Trains, evaluates, saves, reports, and prints what to do next. Returns the results; `None` in processes other than
+    the main one, and after SIGTERM, which ends the run with a checkpoint.
     """
     args = trainer.args
     folder = Path(args.output_dir)
@@ -408,26 +404,20 @@ def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _first_words(trainer: Trainer, number: int = 3) -> str:
-    """Returns the first words of the evaluation data; the end-of-text token if there is no word."""
+    """Returns the first words of the evaluation data; the end-of-text token if it has none."""
     tokenizer = trainer.processing_class
     beginning = tokenizer.decode(_evaluation_batch(trainer)["input_ids"][0, :16], skip_special_tokens=True)
     return " ".join(beginning.split()[:number]) or tokenizer.eos_token
 
 
-def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:
+def generate_sample(model, tokenizer, prompt: str) -> str:
     """
-    Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions. If the logits are
-    NaN, as they may be after a run that diverged, the text is meaningless, but there is no error.
+    Continues `prompt` by up to 100 sampled tokens, as far as the model has positions. If the logits are not finite,
+    the text is meaningless, but there is no error.
     """
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
-    generated = model.generate(
-        **inputs,
-        max_new_tokens=min(max_new_tokens, room),
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        remove_invalid_values=True,
-    )
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "remove_invalid_values": True}
+    generated = model.generate(**inputs, max_new_tokens=min(100, room), **options)
     return tokenizer.decode(generated[0], skip_special_tokens=True)
