@@ -43,14 +43,8 @@ update from exceeding 1."""
 
 def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     """
-    Returns the kind of average that a recipe asks for with all of its settings, the arguments of
-    `AveragedWeightsCallback`; `None` for `None`.
-
-    Args:
-        value: A kind of `AVERAGES`, or a mapping such as `{"kind": "ema", "decay": 0.9999}`.
-
-    Raises:
-        ValueError: If a kind or a setting is unknown, or a value is invalid.
+    Returns all arguments of an `AveragedWeightsCallback`, given a kind of `AVERAGES` or a mapping such as
+    `{"kind": "ema", "decay": 0.9999}`; `None` for `None`. Raises `ValueError` for unknown names and invalid values.
     """
     if value is None:
         return None
@@ -92,9 +86,8 @@ class AveragedWeightsCallback(TrainerCallback):
     """
     Keeps an average of the weights during training. The training itself stays bitwise the same.
 
-    At the end, the averaged model is saved in the folder `averaged` of the `output_dir`, for `from_pretrained`; with
-    `load_best_model_at_end`, it is that of the best checkpoint. Checkpoints contain the average, and a resumed
-    training continues it.
+    At the end, the averaged model (with `load_best_model_at_end`, that of the best checkpoint) is saved in the folder
+    `averaged` of the `output_dir`, for `from_pretrained`. A resumed training continues its average.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.999)])
@@ -108,12 +101,10 @@ class AveragedWeightsCallback(TrainerCallback):
     - `bema`: `ema = (1 - b) * ema + b * w_t` and `average = ema + a * (w_t - w_0)`, where
       `a = (rho + gamma * t) ** -eta` and `b = (rho + gamma * t) ** -kappa`.
 
-    A training that does not resume starts with the average `w_0`.
-
-    Averages are in float32, whatever the dtype of the weights, and on the same device: 4 bytes per trained parameter,
-    or 12 for BEMA. The averaged model has the dtype of the weights. Its buffers and frozen parameters, including the
-    frozen part of a LoRA model, are those that the model has at that time. With FSDP2, every process averages its own
-    shards, and only as many processes can resume. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
+    A training that does not resume starts with the average `w_0`. Averages are in float32, whatever the dtype of the
+    weights, and on the same device. The averaged model has the dtype of the weights; its buffers and frozen parameters
+    are those that the model has at that time. With FSDP2, every process averages its own shards, and only as many
+    processes can resume. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
 
     Attributes:
         averages: The average of every trained parameter, by name; with FSDP2, of this process's shards. Empty before
@@ -124,11 +115,10 @@ class AveragedWeightsCallback(TrainerCallback):
         """
         Args:
             kind: `ema`, `ema-warmup` or `bema`.
-            name: The folder of the averaged model, and the part of the metrics' names that tells them apart. Two
-                callbacks for one Trainer need different names.
-            settings: Settings of the kind, with the defaults in `AVERAGES`. The average is updated at optimizer steps
-                that are multiples of `every_n_steps`. `decay` is at least 0 and below 1, `rho` at least 1, and
-                `kappa`, `eta` and `gamma` are at least 0.
+            name: The folder of the averaged model, and a part of its metrics' names. Two callbacks for one Trainer
+                need different names.
+            settings: Settings of the kind, with the defaults in `AVERAGES`. Updates are at optimizer steps that are
+                multiples of `every_n_steps`. `decay` is at least 0 and below 1, `rho` at least 1, others at least 0.
 
         Raises:
             ValueError: If a value is invalid, or a setting belongs to another kind.
@@ -147,12 +137,9 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer):
         """
-        Makes a Trainer evaluate the averaged weights as well, with the metrics `eval_averaged_loss` and so on. Adds
-        the callback to the Trainer if it is not there yet. An `LSGPTTrainer` does this with each such callback that it
-        is given.
-
-        Raises:
-            ValueError: If the Trainer has another such callback of the same name.
+        Makes a Trainer evaluate the averaged weights as well, with the metrics `eval_averaged_loss` and so on, and
+        adds the callback to it if needed. An `LSGPTTrainer` does this with all that it is given. Raises `ValueError`
+        if the Trainer has another one of the same name.
         """
         others = [c for c in trainer.callback_handler.callbacks if isinstance(c, AveragedWeightsCallback)]
         if any(other is not self and other.name == self.name for other in others):
@@ -166,7 +153,12 @@ class AveragedWeightsCallback(TrainerCallback):
             trainer.evaluation_loop = functools.partial(self._evaluation_loop, trainer, trainer.evaluation_loop)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        _check_run(state, model)
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("averages of the weights must not be combined with DeepSpeed's ZeRO-3; use DDP or FSDP2")
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise ValueError("`fsdp_version` must be 2 for averages of the weights; got 1, which flattens them")
+        if state.is_hyper_param_search:  # all trials would save theirs in the same folder
+            raise ValueError("averages of the weights must not be combined with `hyperparameter_search`")
         weights = _trained_weights(model)
         if not weights:
             raise ValueError("`model` must have a trainable parameter; got one with only frozen parameters")
@@ -205,19 +197,19 @@ class AveragedWeightsCallback(TrainerCallback):
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """
         Inside the `with` statement, the model of the training, `trainer.model`, has the averaged weights; afterwards,
-        it has exactly its own again, of which a copy is kept on their device. With several processes, all must call
-        it.
-
-        Raises:
-            ValueError: If there is no average yet, or it belongs to another model.
+        it has exactly its own again. With several processes, all must call it. Raises `ValueError` if there is no
+        average yet, or it belongs to another model.
         """
         weights = self._same_weights(model)
         raw = {name: weight.clone() for name, weight in weights.items()}
+        # In place, so that references to the weights stay valid: in an optimizer, DDP or a compiled model.
         try:
-            _copy(self.averages, weights)
+            for name, weight in weights.items():
+                weight.copy_(self.averages[name])
             yield
         finally:
-            _copy(raw, _trained_weights(model))
+            for name, weight in _trained_weights(model).items():
+                weight.copy_(raw[name])
 
     def save_pretrained(self, model: nn.Module, folder: str | Path, processing_class: Any = None):
         """
@@ -306,16 +298,10 @@ class AveragedWeightsCallback(TrainerCallback):
         files = [folder / self._file_name(args, model) for folder in dict.fromkeys(folders)]
         fingerprint = _fingerprint(weights)
         for file in filter(Path.is_file, files):
-            metadata = _read_metadata(file)
-            if metadata["raw_weights"] != fingerprint:
-                continue
-            if metadata["kind"] != self.kind:
-                raise ValueError(
-                    f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {file.parent}, to resume "
-                    f"from it; got {self.kind}"
-                )
-            self._read(file, weights)
-            return
+            if _read_metadata(file)["raw_weights"] == fingerprint:
+                _check_kind(file, self.kind)
+                self._read(file, weights)
+                return
         places = " and ".join(map(str, files))
         raise ValueError(
             "a run that resumes from a checkpoint must continue its averages; there are none for these weights "
@@ -341,28 +327,17 @@ def check_averages(checkpoint: str | Path, kind: str):
         raise ValueError(
             f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to continue"
         )
-    if (found := _read_metadata(files[0])["kind"]) != kind:
-        raise ValueError(f"the `kind` of `averaging` must be {found}, as in {str(checkpoint)!r}; got {kind}")
+    _check_kind(files[0], kind)
+
+
+def _check_kind(file: Path, kind: str):
+    if (found := _read_metadata(file)["kind"]) != kind:
+        raise ValueError(f"the `kind` of average must be {found}, as in the checkpoint {file.parent}; got {kind}")
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as tensors:
         return tensors.metadata()
-
-
-def _check_run(state, model: nn.Module):
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "averages of the weights must not be combined with DeepSpeed's ZeRO-3, which keeps the weights apart from "
-            "the model between its steps; use DDP or FSDP2"
-        )
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ValueError("`fsdp_version` must be 2 for averages of the weights; got 1, which flattens them")
-    if state.is_hyper_param_search:
-        raise ValueError(
-            "averages of the weights must not be combined with `hyperparameter_search`, whose trials would all save "
-            "them in the same folder"
-        )
 
 
 def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -380,12 +355,6 @@ def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies in place, so that references to the weights stay valid: in an optimizer, DDP or a compiled model."""
-    for name, tensor in target.items():
-        tensor.copy_(source[name])
 
 
 def _fingerprint(weights: dict[str, torch.Tensor]) -> str:

@@ -7,8 +7,8 @@ import signal
 import statistics
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,21 +25,13 @@ logger = logging.get_logger(__name__)
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line; NaN and
-    infinities are written as by `to_json`, and read by `read_metrics`. A resumed run first drops the lines after its
-    step; a new run keeps all lines, so give it another `output_dir`.
-
-    ```python
-    >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
-    ```
+    Appends every log event of a `Trainer` to `metrics.jsonl` in its `output_dir` as it happens, one JSON object with
+    its `step` per line; NaN and infinities are written as by `to_json`, and read by `read_metrics`. A resumed run
+    first drops the lines after its step; a new run keeps all lines, so give it another `output_dir`.
     """
 
-    def __init__(self, file_name: str = "metrics.jsonl"):
-        """Writes to `file_name` inside the Trainer's `output_dir`."""
-        self.file_name = file_name
-
     def on_train_begin(self, args, state, control, **kwargs):
-        path = Path(args.output_dir) / self.file_name
+        path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and state.global_step > 0 and path.exists():
             kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
             path.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
@@ -47,7 +39,7 @@ class MetricsFileCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        path = Path(args.output_dir) / self.file_name
+        path = Path(args.output_dir) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {"step": state.global_step, **(logs or {})}
         with path.open("a", encoding="utf-8") as file:
@@ -77,23 +69,19 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = False
         """Whether a signal ended the training."""
         self._is_pending = False
-        self._previous_handler: Any = None
+        self._cleanup = ExitStack()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.was_signalled = self._is_pending = False
-        self._restore()  # after a training that an exception ended
+        self._cleanup.close()  # after a training that an exception ended
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
             return
-        self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
+        previous = signal.signal(signal.SIGTERM, self._remember) or signal.SIG_DFL
+        self._cleanup.callback(signal.signal, signal.SIGTERM, previous)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._restore()
-
-    def _restore(self):
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
+        self._cleanup.close()
 
     def on_step_end(self, args, state, control, **kwargs):
         (self.was_signalled,) = any_process([self._is_pending], args.device)
@@ -106,7 +94,7 @@ class SaveOnSignalCallback(TrainerCallback):
         while frame is not None and frame.f_code is not Trainer.train.__code__:
             frame = frame.f_back
         if frame is None:  # an exception has ended the training, and nobody will look
-            self._restore()
+            self._cleanup.close()
             os.kill(os.getpid(), signal_number)
             return
         self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
@@ -114,10 +102,8 @@ class SaveOnSignalCallback(TrainerCallback):
 
 class StepTimerCallback(TrainerCallback):
     """
-    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens.
-
-    The number of tokens so far is the Trainer's `state.num_input_tokens_seen`, which every checkpoint contains. It
-    counts the tokens that the model was given in steps that were taken, on all processes.
+    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens. Those
+    of the steps that were taken, on all processes, add up in the Trainer's `state.num_input_tokens_seen`.
     """
 
     def __init__(self):
@@ -126,7 +112,7 @@ class StepTimerCallback(TrainerCallback):
         self.tokens: list[int] = []
         """Number of tokens of each step so far, on all processes."""
         self._start, self._step_tokens = 0.0, 0
-        self._hook = None
+        self._cleanup = ExitStack()
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,12 +122,11 @@ class StepTimerCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.seconds, self.tokens = [], []  # a training may begin again with a smaller batch
-        if self._hook is not None:  # of a training that an exception ended
-            self._hook.remove()
-        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._cleanup.close()  # after a training that an exception ended
+        self._cleanup.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._hook.remove()
+        self._cleanup.close()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._start, self._step_tokens = time.perf_counter(), 0
@@ -186,29 +171,23 @@ class StopOnBadLossCallback(TrainerCallback):
     the first layer with a NaN or an infinity in its output. The callback ignores a loss that a `Trainer` computes
     outside the model. With `fp16`, gradients are left to the gradient scaler, which skips such steps itself. The bad
     loss is logged as it is: `logging_nan_inf_filter`, which would log other numbers, is off during the training.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
-    ```
     """
 
     def __init__(self):
         self.bad_step: int | None = None
         """The step that was not taken because of a bad loss or gradient, if any."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
-        self._hook = None
-        self._filters = True
+        self._cleanup = ExitStack()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.bad_step = None
-        self._filters, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
-        if self._hook is not None:  # of a training that an exception ended
-            self._hook.remove()
-        self._hook = model.register_forward_hook(self._remember, with_kwargs=True)
+        self._cleanup.close()  # after a training that an exception ended
+        self._cleanup.enter_context(model.register_forward_hook(self._remember, with_kwargs=True))
+        self._cleanup.callback(setattr, args, "logging_nan_inf_filter", args.logging_nan_inf_filter)
+        args.logging_nan_inf_filter = False
 
     def on_train_end(self, args, state, control, **kwargs):
-        args.logging_nan_inf_filter = self._filters
-        self._hook.remove()
+        self._cleanup.close()
         self._batches.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -265,10 +244,8 @@ def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
         if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
             bad.append(names[module].replace("_orig_mod.", ""))  # prefix of torch.compile
 
-    hooks = [module.register_forward_hook(check) for module in names]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(check))
         model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return f"`{bad[0]}`" if bad else "the loss itself"

@@ -88,23 +88,20 @@ def load_documents(
             return splits
         streams = {name: x.to_iterable_dataset(min(STDLIB_SHARDS, len(x))) for name, x in splits.items()}
         return IterableDatasetDict(streams)
-    is_local = Path(dataset_name).exists()
-    if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
-        siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
-        raise ValueError(
-            f"`dataset_name` must be {STDLIB}, a file, a folder, or a dataset on the Hub; there is no file or folder "
-            f"{dataset_name!r}{suggest(Path(dataset_name).name, siblings)}"
-        )
+    path, choices = Path(dataset_name), f"must be {STDLIB}, a file, a folder, or a dataset on the Hub"
+    is_local = path.exists()
+    if not is_local and (looks_like_a_path(dataset_name) or path.suffix in _BUILDERS):
+        hint = suggest(path.name, [sibling.name for sibling in path.parent.glob("*")])
+        raise ValueError(f"`dataset_name` {choices}; there is no file or folder {dataset_name!r}{hint}")
     if not is_local and (hint := suggest(dataset_name, [STDLIB])):
         raise ValueError(f"`dataset_name` {dataset_name!r} is unknown{hint}")
-    options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
+    options = _local_files(path) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
     except StopIteration as error:  # from the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        choices = f"; it must be {STDLIB}, a file, a folder, or a dataset on the Hub, and no file has this name"
-        hint = "" if is_local else choices
+        hint = "" if is_local else f"; it {choices}, and no file has this name"
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a `train` split; {dataset_name!r} has {', '.join(splits)}")
@@ -231,15 +228,13 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     Loads a tokenizer by its name on the Hub or its folder. Raises `ValueError` if there is no such tokenizer, or it
     has more than `vocab_size` tokens or no end-of-text token.
     """
+    choices = f"must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub"
     if looks_like_a_path(name) and not Path(name).is_dir():
-        raise ValueError(
-            f"`tokenizer` must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub; there is no {name!r}"
-        )
+        raise ValueError(f"`tokenizer` {choices}; there is no {name!r}")
     try:
         tokenizer = utilities.load_tokenizer(name)
     except ValueError as error:
-        choices = f"; it must be {', '.join(ALGORITHMS)}, a folder, or a tokenizer on the Hub"
-        raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or choices}") from error
+        raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or f'; it {choices}'}") from error
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"`vocab_size` must be at least the {len(tokenizer)} tokens of the tokenizer {name!r}; got {vocab_size}"
@@ -286,19 +281,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
     tokenizer = Tokenizer(model())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainer(vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD
-    )
+    options = {"special_tokens": special_tokens, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainer(vocab_size=vocab_size, **options))
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-ALGORITHMS = {
-    "bpe": (models.BPE, trainers.BpeTrainer),
-    "unigram": (models.Unigram, trainers.UnigramTrainer),
-}
+ALGORITHMS = {"bpe": (models.BPE, trainers.BpeTrainer), "unigram": (models.Unigram, trainers.UnigramTrainer)}
 
 
 def tokenize(
@@ -313,9 +302,8 @@ def tokenize(
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
             # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
-            rule = tokenizer.eos_token_id, _is_plain_text(tokenizer)
-            content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), *rule]
-            options["new_fingerprint"] = Hasher.hash(content)
+            rules = tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template is None
+            options["new_fingerprint"] = Hasher.hash([documents._fingerprint, *rules])
     return documents.map(_tokenize_batch, **options)
 
 
@@ -325,15 +313,10 @@ def _tokenize_batch(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,  # no warnings about texts longer than the model's positions, which are cut by the packing
-        split_special_tokens=_is_plain_text(tokenizer),
+        split_special_tokens=tokenizer.chat_template is None,  # chat templates write special tokens into the text
     )
     end = tokenizer.eos_token_id  # some tokenizers add it themselves
     return {"input_ids": [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded["input_ids"]]}
-
-
-def _is_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether what looks like a special token in a document is text. Chat templates write such tokens."""
-    return tokenizer.chat_template is None
 
 
 def pack(
@@ -396,34 +379,26 @@ class _Packer:
     """Maps batches of documents to the blocks that they complete, and keeps the rest for the next batch."""
 
     def __init__(self, block_size: int, respect_boundaries: bool):
-        self.block_size = block_size
-        self.respect_boundaries = respect_boundaries
-        self._next = 0
+        self.block_size, self.respect_boundaries, self._next = block_size, respect_boundaries, 0
 
     def __call__(self, batch: dict, indices: list[int]) -> dict[str, list]:
         if indices[0] == 0:  # of a pass, in each worker
-            self._ids, self._is_start = np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
+            self._rest = np.empty((2, 0), dtype=np.int32)  # token ids, and their positions in the documents
         elif indices[0] != self._next:
             raise RuntimeError(
                 "a stream of blocks must be read by one iterator at a time, from its beginning; to shuffle it, use "
                 "`shuffle_blocks`"
             )
         self._next = indices[-1] + 1
-        new = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
-        self._ids = np.concatenate((self._ids, *new))
-        self._is_start = np.concatenate((self._is_start, *(np.arange(len(ids)) == 0 for ids in new)))
-        full = len(self._ids) // self.block_size * self.block_size
-        blocks = {"input_ids": self._ids[:full].reshape(-1, self.block_size)}
-        if self.respect_boundaries:
-            index = np.arange(self.block_size, dtype=np.int32)
-            starts = np.where(self._is_start[:full].reshape(blocks["input_ids"].shape), index, 0)
-            blocks["position_ids"] = index - np.maximum.accumulate(starts, axis=1)
-        self._ids, self._is_start = self._ids[full:], self._is_start[full:]
-        return {name: rows.tolist() for name, rows in blocks.items()}
-
-    def __getstate__(self) -> dict:
-        """Only the settings, so that equal packing has an equal place in the cache."""
-        return {"block_size": self.block_size, "respect_boundaries": self.respect_boundaries, "_next": 0}
+        new = [np.stack([ids, np.arange(len(ids))]).astype(np.int32) for ids in batch["input_ids"]]
+        tokens = np.concatenate([self._rest, *new], axis=1)
+        full = tokens.shape[1] // self.block_size * self.block_size
+        self._rest = tokens[:, full:]
+        ids, positions = tokens[:, :full].reshape(2, -1, self.block_size)
+        blocks = {"input_ids": ids.tolist()}
+        if self.respect_boundaries:  # in a document that began in an earlier block, positions begin with the block
+            blocks["position_ids"] = np.minimum(positions, np.arange(self.block_size)).tolist()
+        return blocks
 
 
 class Passes(torch.utils.data.IterableDataset):
@@ -461,12 +436,8 @@ class Passes(torch.utils.data.IterableDataset):
 
 def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
     """
-    The collator for rows of `pack`. It stacks them and adds `labels`: the `input_ids`, with -100 at the first token of
-    every block and packed document, because there is nothing before it to predict it from.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=pack(tokens, 512), data_collator=collate_blocks)
-    ```
+    Stacks rows of `pack`, as the `data_collator` of a `Trainer`, and adds `labels`: the `input_ids`, with -100 at the
+    first token of every block and packed document, because there is nothing before it to predict it from.
     """
     # Streams yield 32-bit arrays, stored blocks are lists.
     batch = {name: values.long() for name, values in default_data_collator(blocks).items()}

@@ -21,9 +21,6 @@ NAMES = ("Alice", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry",
 COUNT = 3
 """How many numbers are hidden in a block."""
 
-SHARE = 0.08
-"""The share of blocks that get numbers."""
-
 
 class HideNumbers:
     """
@@ -31,12 +28,8 @@ class HideNumbers:
     way, so that the block keeps its length, and becomes a single document. Equal rows are changed alike.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, share: float = SHARE):
-        """
-        Args:
-            tokenizer: The tokenizer of the rows.
-            share: The share of rows that get numbers, 0 to 1.
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, share: float = 0.08):
+        """Takes the tokenizer of the rows, and the share of them that get numbers, 0 to 1."""
         self.tokenizer, self.share = tokenizer, share
 
     def __call__(self, row: dict) -> dict:

@@ -109,15 +109,10 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """
-        Args:
-            outputs: A model's output, a dictionary with `logits` or a tuple that begins with them: `(B, T, V)` for a
-                language model or a token classifier, `(B, C)` for a classifier.
-            labels: `(B, T)`, not shifted for a language model, or `(B,)`; -100 where there is nothing to learn.
-            num_items_in_batch: The divisor of the sum: the number of labels in all micro-batches of a step. By
-                default, the number of `labels` that are not ignored.
-
-        Returns:
-            The loss, a scalar; 0 where no label counts.
+        Returns the loss, a scalar, of a model's outputs, whose logits are `(B, T, V)` or, of a classifier, `(B, C)`,
+        and of labels `(B, T)`, not shifted for a language model, or `(B,)`; -100 where there is nothing to learn. The
+        sum is divided by `num_items_in_batch`, the number of labels in all micro-batches of a step; by default, by
+        that of these labels.
         """
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         if labels is None:

@@ -39,7 +39,7 @@ def write_report(
     """
     folder = Path(folder)
     plots = _draw(folder, recipe, config, results, log_history, max_logits)
-    fence = "`" * 4
+    fence = "````"
     report = f"""# {recipe["run_name"]}: training report
 
 ## Results

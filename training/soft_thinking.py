@@ -184,9 +184,8 @@ def generate_soft_thinking(
     use_cache: bool = True,
 ) -> SoftRollout:
     """
-    Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it.
-
-    The mode of the model is not changed: call `model.eval()` first if it has dropout.
+    Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it. If the model has
+    dropout, call `model.eval()` first.
 
     Args:
         model: Any decoder whose `forward` takes `inputs_embeds`.
@@ -196,8 +195,7 @@ def generate_soft_thinking(
         max_new_tokens: Length C at which a completion ends in any case.
         max_thinking_tokens: After this many soft steps, the end-of-thinking token is inserted; by default, never.
         temperature, top_k, top_p: See `select_candidates`; they also apply after the thinking.
-        gumbel_temperature: tau of the weights of a soft step.
-        noise_factor: Scale of the Gumbel noise; 0 for soft thinking without noise.
+        gumbel_temperature, noise_factor: See `soft_weights` and `add_gumbel_noise`; no noise with a factor of 0.
         eos_token_id: The token or tokens that end a completion; those of `model.generation_config` by default.
         pad_token_id: Fills completions that end before others.
         generator: A generator on the model's device; PyTorch's own by default.
@@ -218,6 +216,8 @@ def generate_soft_thinking(
         eos_token_id = model.generation_config.eos_token_id
     eos_token_ids = torch.tensor([] if eos_token_id is None else eos_token_id, dtype=torch.long).to(input_ids.device)
 
+    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
+    recomputes = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules())
     embeddings = model.get_input_embeddings()
     inputs_embeds, past_key_values = embeddings(input_ids), None
     is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
@@ -247,10 +247,9 @@ def generate_soft_thinking(
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None or (model.training and _checkpoints_activations(model)):
+            if past_key_values is None or recomputes:
                 raise ValueError(
-                    "`use_cache` must be False for a model that returns no cache, as with activation checkpointing in "
-                    "training mode; turn that off, or pass `use_cache=False`"
+                    "`use_cache` must be False for a model without a cache, as with activation checkpointing"
                 )
         else:
             inputs_embeds = torch.cat([inputs_embeds, next_embeds], dim=1)
@@ -302,30 +301,16 @@ def check_decoder(model: nn.Module):
     """Raises `ValueError` if a model is not a decoder, or its `forward` does not take `inputs_embeds`."""
     config = getattr(model, "config", None)
     if "inputs_embeds" not in forward_parameters(model) or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            "`model` must be a decoder whose `forward` takes `inputs_embeds`, because a soft step has no token id; "
-            f"got {type(model).__name__}"
-        )
-
-
-def _checkpoints_activations(model: nn.Module) -> bool:
-    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        raise ValueError(f"`model` must be a decoder that takes `inputs_embeds`; got {type(model).__name__}")
 
 
 def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:
-    """
-    Returns the id of the end-of-thinking token.
-
-    Raises:
-        ValueError: If the tokenizer does not have `token` as a single token.
-    """
+    """Returns the id of the end-of-thinking token. Raises `ValueError` unless it is one token of the tokenizer."""
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
-            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Set it to the token that "
-            "ends the thinking of this model, or add one with `tokenizer.add_tokens` and "
-            "`model.resize_token_embeddings`, and first teach the model to use it"
+            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Set it to the model's, or "
+            "add one with `tokenizer.add_tokens` and `model.resize_token_embeddings` and teach the model to use it"
         )
     return ids[0]
 

@@ -1,7 +1,6 @@
 """Monitors the attention logits of a model during training and reacts when they explode."""
 
 import math
-import weakref
 
 import torch
 from torch import nn
@@ -26,10 +25,6 @@ class LogitTelemetryCallback(TrainerCallback):
     supports every decoder that `measure_max_logits` supports, and measures in the same way, over all micro-batches and
     processes of the step. The log of a measured step gets the figures of `summarize_max_logits`.
 
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
-    ```
-
     A stock `Trainer` calls the trackers of `report_to` before the user's callbacks, which is too early for these
     figures. To send them to a tracker, use `LSGPTTrainer`, or list the tracker's callback after this one:
 
@@ -38,9 +33,6 @@ class LogitTelemetryCallback(TrainerCallback):
     >>> trainer = Trainer(model, args, callbacks=[LogitTelemetryCallback(), TensorBoardCallback()])
     ```
     """
-
-    _last_training: weakref.ref | None = None
-    """The state of the most recent training, to detect a second callback in the same training."""
 
     def __init__(
         self,
@@ -68,10 +60,8 @@ class LogitTelemetryCallback(TrainerCallback):
         _check_threshold(threshold)
         if on_explosion not in ("warn", "stop", "clip"):
             raise ValueError(f"`on_explosion` must be one of warn, stop, clip; got {on_explosion!r}")
-        self.every_n_steps = every_n_steps
-        self.threshold = threshold
-        self.on_explosion = on_explosion
-        self.log_every_n_steps = log_every_n_steps
+        self.every_n_steps, self.log_every_n_steps = every_n_steps, log_every_n_steps
+        self.threshold, self.on_explosion = threshold, on_explosion
         self.stop_step: int | None = None
         """The step at which an explosion ended the training, with `on_explosion="stop"`."""
         self._max_logits: MaxLogits | None = None
@@ -83,13 +73,12 @@ class LogitTelemetryCallback(TrainerCallback):
             _check_clip(args, model)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        last = LogitTelemetryCallback._last_training
-        if last is not None and last() is state:
+        if hasattr(state, "has_logit_telemetry"):
             raise ValueError(
                 "`callbacks` must contain at most one LogitTelemetryCallback; got two. To measure often but log "
                 "rarely, set `log_every_n_steps`"
             )
-        LogitTelemetryCallback._last_training = weakref.ref(state)
+        state.has_logit_telemetry = True
         self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
         self._max_logits = MaxLogits(model)
 
@@ -146,9 +135,7 @@ class LogitTelemetryCallback(TrainerCallback):
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
         row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest
-        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping their weights"}
-        if self.on_explosion == "clip" and not maxima.isfinite().all():
-            done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
+        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping those that are finite"}
         logger.warning(
             f"step {state.global_step}: {int(figures['heads_over_threshold'])} head(s) with logits over "
             f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer_numbers[row]}"
@@ -207,8 +194,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     """
     QK-clip (MuonClip, arXiv:2507.20534): if the largest logit `S` of a head exceeds `threshold`, multiplies both its
     query and its key weights by `sqrt(threshold / S)`. Query heads that share a key head are scaled together, by the
-    largest `S` among them. If that is NaN or infinite, no factor would help, and their weights are left alone. The
-    weights of other heads and the sinks stay bitwise the same.
+    largest `S` among them, unless that is NaN or infinite. Other weights and the sinks stay bitwise the same.
 
     Args:
         model: An LSGPT model without QK-norm.
@@ -225,11 +211,8 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
             raise ValueError("`model` must not have `qk_norm`: normalized queries ignore the scale of their weights")
         groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
         factors = (threshold / groups.clamp(min=threshold)).sqrt().masked_fill(~groups.isfinite(), 1.0)
-        for projection, heads in (
-            (layer.q_proj, config.num_attention_heads),
-            (layer.k_proj, config.num_key_value_heads),
-        ):
-            scale = factors.repeat_interleave(heads // len(factors)).repeat_interleave(config.head_dim)
+        for projection, heads in ((layer.q_proj, config.num_attention_heads), (layer.k_proj, len(factors))):
+            scale = factors.repeat_interleave(heads // len(factors) * config.head_dim)
             _scale_rows(projection.weight, scale[:, None])
             if projection.bias is not None:
                 _scale_rows(projection.bias, scale)

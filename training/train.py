@@ -78,18 +78,15 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
         (f"a step must have {tokens_before} tokens", tokens_before, tokens),
     ):
         if now != before:
-            raise ValueError(
-                f"{rule}, as before; got {now}. Otherwise, the run would not continue where its stream was interrupted"
-            )
+            raise ValueError(f"{rule}, as before; got {now}. Otherwise, the stream would not continue where it was")
 
 
 def check_evaluation(args: TrainingArguments):
     """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
     for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
-        if getattr(args, field) != needed:
+        if (value := getattr(args, field)) != needed:
             raise ValueError(
-                f"`{field}` must be {str(needed).lower()}; got {getattr(args, field)!r}: the evaluation at the end of "
-                "the run computes perplexity, bits per byte and the loss by position from the loss of every token"
+                f"`{field}` must be {str(needed).lower()}; got {value}: figures need the loss of each token"
             )
 
 
@@ -139,12 +136,10 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     model = build_model(arguments, config, tokenizer)
     adapters = choose_trainable(model, arguments.model.trainable)
     if args.process_index == 0:
-        size = _describe_size(blocks["train"], args.dataloader_num_workers)
-        print(
-            f"Training {_count_parameters(model)} parameters on {size} of {arguments.data.block_size} "
-            f"tokens; everything goes to {args.output_dir}",
-            flush=True,
-        )
+        total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+        count = with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
+        size = f"{_describe_size(blocks['train'], args.dataloader_num_workers)} of {arguments.data.block_size} tokens"
+        print(f"Training {count} parameters on {size}; everything goes to {args.output_dir}", flush=True)
     return LSGPTTrainer(
         model=model,
         args=args,
@@ -180,17 +175,9 @@ def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTraine
     check_teacher(teacher, name, tokenizer, config.vocab_size, data.block_size, data.respect_boundaries)
     if args.process_index == 0:
         logits = args.per_device_train_batch_size * data.block_size * config.vocab_size * teacher.dtype.itemsize
-        print(
-            f"The teacher {name} takes {with_unit(teacher.get_memory_footprint(), 'B')} of memory in each process, "
-            f"and its logits for a batch {with_unit(logits, 'B')}",
-            flush=True,
-        )
+        size, batch = with_unit(teacher.get_memory_footprint(), "B"), with_unit(logits, "B")
+        print(f"The teacher {name} takes {size} in each process, and its logits for a batch {batch}", flush=True)
     return teacher
-
-
-def _count_parameters(model: PreTrainedModel) -> str:
-    total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    return with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
 
 
 def get_tokenizer(
@@ -221,9 +208,7 @@ def make_blocks(
         if split == "train" and arguments.model.teacher:
             blocks[split] = blocks[split].map(HideNumbers(tokenizer), features=blocks[split].features)
         if data.streaming and next(iter(blocks[split]), None) is None:
-            raise ValueError(
-                f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
-            )
+            raise ValueError(f"`dataset_name` must have a block of text; the {split} split of the stream has none")
     if data.max_eval_blocks:
         count = data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
         blocks["validation"] = blocks["validation"].take(count)

@@ -165,7 +165,7 @@ def test_a_checkpoint_without_its_averages_is_an_error(whole, tmp_path, fault):
     elif fault == "of another step":
         shutil.copy(folder / "checkpoint-6" / "averaged.safetensors", file)
     elif fault == "of another kind":
-        message = rf"`kind` of average must be bema, as in the checkpoint {checkpoint}, .*; got ema-warmup"
+        message = rf"`kind` of average must be bema, as in the checkpoint {checkpoint}; got ema-warmup"
     else:
         output = tmp_path / "new"
         message = rf"looked for {output / 'checkpoint-3' / 'averaged.safetensors'}\. If the checkpoint is in another"

@@ -258,7 +258,7 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     assert_equal_weights(ended, whole)
     assert_equal_weights(ended / "averaged", whole / "averaged")
     recipe_of_run = (plain / "recipe.yaml").read_bytes()
-    for folder, message in ((plain, "has no averaged weights"), (ended, "`averaging` must be ema-warmup, .* got ema")):
+    for folder, message in ((plain, "has no averaged weights"), (ended, "average must be ema-warmup, .* got ema")):
         with pytest.raises(ValueError, match=message):
             build_trainer(parse_arguments(None, ["--resume_from_checkpoint", str(folder), "--averaging", "ema"]))
     assert (plain / "recipe.yaml").read_bytes() == recipe_of_run
