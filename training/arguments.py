@@ -57,11 +57,9 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        self.config_overrides = _read_yaml(self.config_overrides)
-        if not isinstance(self.config_overrides, dict | None):
-            raise ValueError(
-                f"`config_overrides` must be a mapping, as in '{{hidden_size: 64}}'; got {self.config_overrides!r}"
-            )
+        self.config_overrides = value = _read_yaml(self.config_overrides)
+        if not isinstance(value, dict | None):
+            raise ValueError(f"`config_overrides` must be a mapping, as in '{{hidden_size: 64}}'; got {value!r}")
 
 
 @dataclass

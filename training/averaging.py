@@ -180,8 +180,7 @@ class AveragedWeightsCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / self._file_name(args, model)
-        parts = self._parts.items()
-        tensors = {f"{part}.{name}": x.contiguous() for part, values in parts for name, x in values.items()}
+        tensors = {f"{part}.{name}": x.contiguous() for part, xs in self._parts.items() for name, x in xs.items()}
         metadata = {"kind": self.kind, "raw_weights": _fingerprint(self._same_weights(model))}
         unfinished = file.with_suffix(".unfinished")
         save_file(tensors, unfinished, metadata)
@@ -213,9 +212,8 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def save_pretrained(self, model: nn.Module, folder: str | Path, processing_class: Any = None):
         """
-        Saves the averaged model as `model.save_pretrained` would, and `processing_class`, such as a tokenizer. If the
-        model has no such method, its weights are saved as `model.safetensors`. With several processes, all must call
-        it. Raises `ValueError` as `averaged_weights` does.
+        Saves the averaged model as `model.save_pretrained` would, or else its weights as `model.safetensors`, and
+        `processing_class`, such as a tokenizer. Processes and errors are as in `averaged_weights`.
         """
         with self.averaged_weights(model):
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -261,9 +259,8 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def _evaluation_loop(self, trainer, raw_loop, *args, **kwargs):
         """
-        Replaces the `evaluation_loop` of an attached Trainer; `raw_loop` is the previous one. The raw weights are
-        evaluated last, with the same random numbers as without averages, so that the training and metrics with a state
-        continue as without.
+        Replaces the `evaluation_loop` of an attached Trainer, `raw_loop`. The raw weights are evaluated last, with the
+        same random numbers as without averages, so that the training and metrics with a state continue as without.
         """
         if not self.averages or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
@@ -306,8 +303,7 @@ class AveragedWeightsCallback(TrainerCallback):
         raise ValueError(
             "a run that resumes from a checkpoint must continue its averages; there are none for these weights "
             f"of step {state.global_step}: looked for {places}. If the checkpoint is in another folder, set "
-            "`resume_from_checkpoint` of the TrainingArguments to it. If it has no averages, resume from an earlier "
-            "one, or train without averages"
+            "`resume_from_checkpoint` of the TrainingArguments to it. Otherwise, resume from an earlier one"
         )
 
 

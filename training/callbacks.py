@@ -7,7 +7,7 @@ import signal
 import statistics
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -41,19 +41,16 @@ class MetricsFileCallback(TrainerCallback):
             return
         path = Path(args.output_dir) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {"step": state.global_step, **(logs or {})}
         with path.open("a", encoding="utf-8") as file:
-            file.write(to_json(values) + "\n")
+            file.write(to_json({"step": state.global_step, **(logs or {})}) + "\n")
 
 
 def read_metrics(path: str | Path) -> list[dict]:
     """Reads the lines of `MetricsFileCallback`, without a last one that was cut off by a crash."""
     logs = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
+    with suppress(json.JSONDecodeError):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
             logs.append(from_json(line))
-        except json.JSONDecodeError:
-            break
     return logs
 
 

@@ -20,21 +20,14 @@ from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
 class ContextParallelismConfig(ParallelismConfig):
     """
     Accelerate's `ParallelismConfig`, whose `cp_size` is here the number of processes that share each sequence of an
-    LSGPT model. It works with DDP and FSDP2, and with the stock `Trainer`:
-
-    ```python
-    >>> args = TrainingArguments(..., parallelism_config=ContextParallelismConfig(cp_size=2))
-    >>> trainer = Trainer(model, args, train_dataset=data)
-    ```
-
-    `cp_size` times `dp_shard_size` times `dp_replicate_size` is the number of all processes. Without arguments, the
-    sizes are those of `accelerate launch`. To Accelerate itself, context parallelism is off, or else it would replace
-    the attention by its own, which knows no windows.
+    LSGPT model. It works with DDP and FSDP2, and with the stock `Trainer`, as the `parallelism_config` of its
+    `TrainingArguments`. `cp_size` times `dp_shard_size` times `dp_replicate_size` is the number of all processes.
+    Without arguments, the sizes are those of `accelerate launch`.
     """
 
     @property
     def cp_enabled(self) -> bool:
-        """False: what Accelerate does for context parallelism must not happen."""
+        """False, or else Accelerate would replace the attention by its own, which knows no windows."""
         return False
 
     @property
@@ -142,10 +135,7 @@ def processes_per_row(args: TrainingArguments) -> int:
 
 
 def get_loader_for_all_processes(accelerator: Accelerator, get_loader: Callable[[], DataLoader]) -> DataLoader:
-    """
-    Returns the data loader that `get_loader` prepares with `accelerator`, but which gives every process other rows: an
-    evaluation does not split sequences.
-    """
+    """Returns the data loader that `get_loader` prepares with `accelerator`, with other rows for every process."""
     mesh, accelerator.state.device_mesh = accelerator.state.device_mesh, None
     try:
         loader = get_loader()

@@ -59,7 +59,7 @@ def load_documents(
     streaming: bool = False,
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Loads the documents of a dataset.
+    Loads the documents of a dataset, as the splits `train` and `validation` with the column `text`.
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
     share of the training documents is held out, by a hash of the text, so that files, their order and equal documents
@@ -72,9 +72,6 @@ def load_documents(
         text_column: Column that holds the text.
         validation_percentage: Share of the training documents to hold out, 1 to 50.
         streaming: Whether to read the data during training instead of before, without storing it.
-
-    Returns:
-        The splits `train` and `validation`, with the column `text`.
 
     Raises:
         ValueError: If there is no such dataset or column, the column holds anything but strings, there are no
@@ -192,17 +189,12 @@ def _is_held_out(text: str, percentage: int, wanted: bool) -> bool:
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
     """
-    Loads the Python files of a folder, by default of the standard library, a text that every machine has.
+    Loads the Python files of a folder, by default of the standard library, a text that every machine has. The split
+    `train` has files until they have `max_characters`, `validation` about a twentieth of all files.
 
     Order and split depend only on a digest of each file's path inside the folder. They are the same on every machine,
-    and a file stays in the same split from one Python version to the next.
-
-    Returns:
-        The splits `train`, with files until they have `max_characters`, and `validation`, about a twentieth of all
-        files. The columns are `text` and `path`.
-
-    Raises:
-        ValueError: If there is no file for one of the splits, as in a Python that was installed without its source.
+    and a file stays in the same split from one Python version to the next. Raises `ValueError` if there is no file for
+    one of the splits, as in a Python that was installed without its source.
     """
     folder = Path(folder or sysconfig.get_path("stdlib"))
     files = {}
@@ -255,7 +247,8 @@ def first_characters(texts: Iterable[str], number: int) -> Iterator[str]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe") -> PreTrainedTokenizerFast:
     """
-    Trains a byte-level tokenizer: it can tokenize every text, and decoding returns the text unchanged.
+    Trains a byte-level tokenizer: it can tokenize every text, and decoding returns the text unchanged. It has
+    `<|endoftext|>` as the beginning- and end-of-text token, and a padding token.
 
     Args:
         texts: The training text.
@@ -263,9 +256,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
         algorithm: `"bpe"` (byte-pair encoding, as in GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
             arXiv:1804.10959). With little text, Unigram may produce fewer tokens. Trained again on the same text, it
             may number them differently.
-
-    Returns:
-        The tokenizer, with `<|endoftext|>` as the beginning- and end-of-text token, and a padding token.
 
     Raises:
         ValueError: If the vocabulary is too small for the bytes, or there is no such algorithm.
@@ -359,10 +349,7 @@ def _in_batches(documents: Dataset | IterableDataset, column: str) -> dict[str, 
 def first_blocks(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int, count: int | None = None
 ) -> torch.Tensor:
-    """
-    Returns the first `count` blocks of documents, or all, as token ids `(blocks, block_size)`. No more documents than
-    needed are tokenized.
-    """
+    """Returns the first `count` blocks of documents, or all, as ids `(blocks, block_size)`; tokenizes no more."""
     stream = documents.to_iterable_dataset() if isinstance(documents, Dataset) else documents
     rows = [row["input_ids"] for row in islice(pack(tokenize(stream, tokenizer), block_size), count)]
     return torch.tensor(np.array(rows, dtype=np.int64).reshape(-1, block_size))
@@ -405,9 +392,9 @@ class Passes(torch.utils.data.IterableDataset):
     """
     Batches of passes over a stream, one after the other and without end, for a `DataLoader` with `batch_size=None`.
 
-    All batches are full: the last one of a pass takes its other rows from the next pass. With several processes, each
-    reads the whole stream and takes its share of every `world_size` batches, so that together they see what one
-    process would see with larger batches.
+    All batches are full: the last one of a pass takes its other rows from the next pass, so that the end of a pass
+    changes neither the size of a step nor where a resumed training continues. With several processes, each reads the
+    whole stream and takes its share of every `world_size` batches: together, they see what one would see.
     """
 
     def __init__(self, rows: DataLoader, batch_size: int, collate: Callable, process_index: int, world_size: int):

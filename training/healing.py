@@ -17,19 +17,13 @@ from .data import collate_blocks
 from .metrics import perplexity_of, total_loss
 
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
     """
     Loads a causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the
-    precision in which the run computes. `name` is its folder, its name on the Hub, or a GGUF file.
-
-    Raises:
-        ValueError: If there is no such model, or its files lack some of its weights.
-        ImportError: If `name` is a GGUF file and the package `gguf` is not installed.
+    precision in which the run computes. `name` is its folder, its name on the Hub, or a GGUF file. Raises `ValueError`
+    if there is no such model or its files lack weights, and `ImportError` for a GGUF file without the package `gguf`.
     """
-    dtype = PRECISIONS.get(args.mixed_precision, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision, torch.float32)
     try:
         teacher = load_complete(name, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -46,15 +40,14 @@ def check_teacher(
     respect_boundaries: bool,
 ):
     """
-    Raises `ValueError` if the teacher does not fit the student: it must have the same tokenizer, unless there is none
-    in the place `name`, and the same `vocab_size`, at least `block_size` positions, and keep packed documents apart if
-    the student does (`respect_boundaries`).
+    Raises `ValueError` if the teacher does not fit the student: it must have the same tokenizer (unless there is none
+    in the place `name`) and `vocab_size`, at least `block_size` positions, and, with `respect_boundaries`, keep packed
+    documents apart.
     """
     config = teacher.config.get_text_config()
     if config.vocab_size != vocab_size:
         raise ValueError(
-            f"`teacher` must have the model's `vocab_size` ({vocab_size}), because it predicts the probability of "
-            f"each token; {name!r} has {config.vocab_size}"
+            f"`teacher` must have the model's `vocab_size` ({vocab_size}); {name!r} has {config.vocab_size}"
         )
     _check_tokenizer(name, tokenizer)
     positions = getattr(config, "max_position_embeddings", None)
@@ -64,8 +57,8 @@ def check_teacher(
         )
     if respect_boundaries and not _keeps_documents_apart(teacher, vocab_size):
         raise ValueError(
-            f"`respect_boundaries` must be false with `teacher` {name!r}: that model does not keep packed documents "
-            "apart, so its predictions would use text that the student cannot see"
+            f"`respect_boundaries` must be false with `teacher` {name!r}, which does not keep packed documents apart: "
+            "its predictions would use text that the student cannot see"
         )
 
 
@@ -82,8 +75,8 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase):
         return
     token = min({token for token, _ in own.items() ^ other.items()}, key=lambda token: own.get(token, math.inf))
     raise ValueError(
-        f"`teacher` must have the tokenizer of the model, because it predicts the probability of each token; "
-        f"{token!r} has the id {own.get(token)} in the model's and {other.get(token)} in that of {name!r}"
+        f"`teacher` must have the tokenizer of the model, in which {token!r} has the id {own.get(token)}; in that of "
+        f"{name!r}, it has {other.get(token)}"
     )
 
 
@@ -120,18 +113,10 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
 
 def choose_trainable(model: PreTrainedModel, trainable: str) -> Any:
     """
-    Freezes the weights that are not trained, and adds adapters for `lora`.
-
-    Args:
-        model: An LSGPT model.
-        trainable: `all` weights; `light`, only the vectors, which are sinks, biases and norms; or `lora`, the vectors
-            and an adapter of rank 16 for every matrix of the blocks.
-
-    Returns:
-        The adapters, a `peft.LoraModel`, whose `merge_and_unload` merges them into the weights; or `None`.
-
-    Raises:
-        ImportError: If `trainable` is `lora` and the package `peft` is not installed.
+    Makes an LSGPT model train `all` of its weights; `light`, only the vectors, which are sinks, biases and norms; or
+    `lora`, the vectors and an adapter of rank 16 for every matrix of the blocks. Returns the adapters, a
+    `peft.LoraModel`, whose `merge_and_unload` merges them into the weights, or `None`. Raises `ImportError` if they
+    need the package `peft`, and it is not installed.
     """
     if trainable == "all":
         return None

@@ -1,7 +1,4 @@
-"""Numbers that a text hides and later repeats, for training a model to find again what it read far back.
-
-Ordinary text rarely needs that, so a model that learns from little text may forget how.
-"""
+"""Numbers that a text hides and later repeats, so that a model in training does not forget to look far back."""
 
 import random
 

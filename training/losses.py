@@ -30,10 +30,6 @@ def exponentiated_loss(e: float, floor: float = 1e-4, causal: bool = True) -> Lo
     `l ** e` at `floor`: value and slope are continuous, the slope is at most `e * floor ** (e - 1)`, and the loss at 0
     is `(1 - e) * floor ** e`.
 
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, compute_loss_func=exponentiated_loss(0.7))
-    ```
-
     Args:
         e: The exponent, above 0 and at most 1; 1 gives the cross-entropy. The paper uses 0.5 to 1.
         floor: The loss in nats below which the tangent is used.

@@ -21,8 +21,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 @torch.no_grad()
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
     """
-    Returns the loss of each token, which a `Trainer(preprocess_logits_for_metrics=token_losses)` keeps instead of the
-    logits.
+    Returns the loss of each token, for `Trainer(preprocess_logits_for_metrics=token_losses)`.
 
     Args:
         logits: `(B, T, V)`, or a tuple that begins with them.
@@ -30,7 +29,7 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
 
     Returns:
         `(B, T)` in float32: at `[b, t]` the cross-entropy in nats of `labels[b, t]` under `logits[b, t - 1]`, and zero
-        for ignored labels and in the first column. The width is that of the labels, so that a Trainer pads both alike.
+        for ignored labels and in the first column.
 
     Raises:
         ValueError: If the shapes of logits and labels do not match.
@@ -167,8 +166,7 @@ class LanguageModelingMetrics:
     `eval_loss`, a mean over batches, they weight every token equally, even across processes.
 
     ```python
-    >>> metrics = LanguageModelingMetrics(tokenizer)
-    >>> trainer = Trainer(..., compute_metrics=metrics, preprocess_logits_for_metrics=token_losses)
+    >>> Trainer(..., compute_metrics=LanguageModelingMetrics(tokenizer), preprocess_logits_for_metrics=token_losses)
     ```
 
     Attributes:

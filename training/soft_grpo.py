@@ -7,6 +7,7 @@ it. What it relies on in TRL beyond what that promises is checked by `tests/upst
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from transformers.hf_argparser import HfArg
 
 from .soft_thinking import (
+    SAMPLING_FIELDS,
     STEP_FIELDS,
     check_decoder,
     check_sampling,
@@ -65,30 +67,18 @@ class SoftGRPOConfig(GRPOConfig):
     weight_decay: float = HfArg(default=0.01, help="Weight decay of AdamW.")
 
     def __post_init__(self):
-        check_sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.gumbel_temperature,
-            self.noise_factor,
-            self.max_thinking_tokens,
-        )
-        unsupported = {
-            "use_vllm": False,
-            "use_transformers_continuous_batching": False,
-            "use_transformers_paged": False,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "generation_kwargs": None,
-            "cache_implementation": None,
-        }
-        for name, default in unsupported.items():
+        check_sampling(**self.sampling)
+        required = {"use_vllm": False, "use_transformers_continuous_batching": False, "use_transformers_paged": False}
+        required |= {"cache_implementation": None, "generation_kwargs": None, "min_p": None, "repetition_penalty": 1.0}
+        for name, default in required.items():
             if (value := getattr(self, name)) != default:
-                raise ValueError(
-                    f"`{name}` must be {default}, because soft thinking has its own generation loop, which does not "
-                    f"support it; got {value!r}"
-                )
+                raise ValueError(f"`{name}` must be {default}: soft thinking does not support it; got {value!r}")
         super().__post_init__()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of `generate_soft_thinking` among the fields."""
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
 
 class SoftGRPOTrainer(GRPOTrainer):
@@ -160,14 +150,9 @@ class SoftGRPOTrainer(GRPOTrainer):
                 attention_mask,
                 end_of_thinking_id=self.end_of_thinking_id,
                 max_new_tokens=self.max_completion_length,
-                max_thinking_tokens=self.args.max_thinking_tokens,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                gumbel_temperature=self.args.gumbel_temperature,
-                noise_factor=self.args.noise_factor,
                 eos_token_id=self.eos_token_ids,
                 pad_token_id=self._tokenizer.pad_token_id,
+                **self.args.sampling,
             )
         self._rollout = rollout._asdict()
         completion_ids = [ids[mask].tolist() for ids, mask in zip(rollout.token_ids, rollout.mask)]
@@ -184,10 +169,9 @@ class SoftGRPOTrainer(GRPOTrainer):
             output["tool_mask"] = 1 - _pad_steps(rollout["is_forced"], length).int()
             count = (output["completion_mask"] * output["tool_mask"]).sum()
             output["num_items_in_batch"] = self.accelerator.gather(count).sum()
-        thinking = self.accelerator.gather(rollout["is_soft"].sum(-1)).float()
-        self._metrics["train" if self.model.training else "eval"]["completions/mean_thinking_length"].append(
-            thinking.mean().item()
-        )
+        thinking = self.accelerator.gather(rollout["is_soft"].sum(-1)).float().mean().item()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["completions/mean_thinking_length"].append(thinking)
         return output
 
     def _compute_loss(self, model, inputs):
@@ -199,15 +183,7 @@ class SoftGRPOTrainer(GRPOTrainer):
             self._rollout = None
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **multimodal,
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **refused
     ):
         """Overrides TRL's method: inputs are embeddings, and soft steps are scored by the density of their noise."""
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()

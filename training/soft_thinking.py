@@ -29,28 +29,25 @@ GUMBEL_BOUNDS = (-1.5, 3.0)
 LOWEST_LOG_PROBABILITY = -3.0
 """Candidates with a log-probability below this do not count in the log-probability of a step."""
 
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "gumbel_temperature", "noise_factor", "max_thinking_tokens")
+"""The settings of `generate_soft_thinking` that `check_sampling` checks."""
+
 STEP_FIELDS = ("candidate_ids", "noisy_log_probs", "is_soft")
 """The fields of a `SoftRollout` that scoring needs besides the visible tokens, in the order of `embed_steps`."""
-
-
-# The equations
 
 
 def select_candidates(
     logits: torch.Tensor, top_k: int = 5, top_p: float = 0.95, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the `top_k` most likely tokens and their probabilities after nucleus filtering with `top_p`.
+    Returns the k most likely tokens, the most likely first, and their probabilities after nucleus filtering, which sum
+    to 1. Both are `(..., k)`.
 
     Args:
         logits: `(..., V)`.
-        top_k: Number of candidates k, or V if that is smaller.
+        top_k: The number k, or V if that is smaller.
         top_p: Share of the candidates' probability to keep, in (0, 1]; the most likely one is always kept.
         temperature: Divides the logits.
-
-    Returns:
-        Token ids, the most likely first, and their probabilities, both `(..., k)`. The probabilities sum to 1 and are
-        0 for the tokens that `top_p` cuts off.
     """
     values, ids = (in_float32(logits) / temperature).topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(-1)
@@ -82,16 +79,8 @@ def soft_log_probs(
     Returns the log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of
     the noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
 
-    The gradient flows through p, the probabilities among the candidates only, which sum to 1. With more than 20
-    candidates, it may happen that none is likely enough; the log-probability is then 0.
-
-    Args:
-        logits: `(..., V)`.
-        candidate_ids, noisy_log_probs: `(..., k)`, as in the rollout.
-        temperature: As in the rollout.
-
-    Returns:
-        `(...)`.
+    Logits are `(..., V)`, candidates and u `(..., k)`, and the result `(...)`. The gradient flows through p, the
+    probabilities among the candidates only. If none of them is likely enough, the log-probability is 0.
     """
     probabilities = (in_float32(logits).gather(-1, candidate_ids) / temperature).softmax(-1)
     log_probs = (probabilities + SMALLEST_PROBABILITY).log()
@@ -142,9 +131,6 @@ def embed_steps(
 def in_float32(x: torch.Tensor) -> torch.Tensor:
     """Converts half precision, which is not enough for logarithms of probabilities, to float32; keeps float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# Generation
 
 
 class SoftRollout(NamedTuple):
@@ -270,9 +256,6 @@ def run_decoder(
         if name in known:
             options[name] = value
     return model(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **options)
-
-
-# Checks
 
 
 def check_sampling(

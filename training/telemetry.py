@@ -126,8 +126,7 @@ class LogitTelemetryCallback(TrainerCallback):
             self._has_warned = True
             logger.warning(
                 f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` calls before "
-                'its `callbacks`. Use `LSGPTTrainer`, or set `report_to="none"` and put the tracker\'s own callback '
-                "after LogitTelemetryCallback in `callbacks`"
+                "its `callbacks`. Use `LSGPTTrainer`, or see LogitTelemetryCallback"
             )
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -166,12 +165,11 @@ def summarize_max_logits(
     maxima: torch.Tensor, config, threshold: float, layer_numbers: list[int] | None = None
 ) -> dict[str, float]:
     """
-    Returns the figures to log for `maxima` `(layers, heads)`: `max_logit`, `max_logit/layer_N` of each layer, and
-    `heads_over_threshold`, their number, including NaN and infinity. For LSGPT, there are also `max_logit_global` and
-    `max_logit_local`, and `max_logit/layer_N/global` and `max_logit/layer_N/local` instead of `max_logit/layer_N`,
-    except for kinds without heads. A maximum over values that include NaN is NaN.
-
-    Layers are numbered from 0, or by `layer_numbers`.
+    Returns the figures to log for `maxima` `(layers, heads)`: `max_logit`, `max_logit/layer_N` of each layer, numbered
+    from 0 or by `layer_numbers`, and `heads_over_threshold`, the number of heads over `threshold`, NaN or infinite.
+    For LSGPT, there are also `max_logit_global` and `max_logit_local`, and `max_logit/layer_N/global` and
+    `max_logit/layer_N/local` instead of `max_logit/layer_N`, except for kinds without heads. A maximum over values
+    that include NaN is NaN.
     """
     rows = maxima.cpu()
     groups = {"max_logit": rows}
@@ -198,7 +196,7 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
 
     Args:
         model: An LSGPT model without QK-norm.
-        maxima (`(num_hidden_layers, num_attention_heads)`): What `measure_max_logits` returns.
+        maxima: `(num_hidden_layers, num_attention_heads)`, what `measure_max_logits` returns.
         threshold: Largest allowed logit.
 
     Raises:

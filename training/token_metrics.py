@@ -9,8 +9,8 @@ from .metrics import summarize
 
 class TokenMetrics(evaluate.Metric):
     """
-    Loss, perplexity, bits per byte and the loss by position, with the same weight for every predicted token,
-    regardless of its row and batch. This is an `evaluate.Metric` that needs no network.
+    Loss, perplexity, bits per byte and the loss by position, with the same weight for every predicted token, as an
+    `evaluate.Metric` that needs no network.
 
     ```python
     >>> TokenMetrics(count_bytes(tokenizer)).compute(predictions=token_losses(logits, labels), references=labels)

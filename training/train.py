@@ -93,17 +93,12 @@ def check_evaluation(args: TrainingArguments):
 def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """
     Trains a model and writes everything about it to `arguments.training.output_dir`: the checkpoint with its code and
-    tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
+    tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots. Returns the trainer, with the
+    trained model. Raises `ValueError` if arguments are invalid, or the data does not fit them.
 
     Args:
         arguments: What `parse_arguments` returns.
         save_card: Writes the model card if the run is pushed to the Hub, see `LSGPTTrainer`.
-
-    Returns:
-        The trainer, with the trained model.
-
-    Raises:
-        ValueError: If arguments are invalid, or the data does not fit them.
     """
     trainer = build_trainer(arguments, save_card)
     train(trainer, arguments)
@@ -162,11 +157,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
 def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
     if isinstance(blocks, Dataset):
         return f"{len(blocks):,} blocks"
-    shards = blocks.num_shards
-    source = f"{shards} files or other shards" if shards > 1 else "1 file or other shard"
-    readers = f"{num_workers or 'no'} data-loader worker{'s' * (num_workers != 1)}"
-    idle = f" ({num_workers - shards} of them without a shard)" if num_workers > shards else ""
-    return f"a stream of blocks from {source}, read by {readers}{idle},"
+    shards, idle = blocks.num_shards, max(num_workers - blocks.num_shards, 0)
+    return f"a stream of blocks (files or other shards: {shards}; data-loader workers: {num_workers}, {idle} idle)"
 
 
 def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

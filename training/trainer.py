@@ -36,7 +36,6 @@ class LSGPTTrainer(Trainer):
     ):
         """
         Args:
-            *args: As for `Trainer`.
             z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
             teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its
                 next-token distributions instead of the cross-entropy.
@@ -44,10 +43,9 @@ class LSGPTTrainer(Trainer):
             sink_learning_rate: Learning rate of the `sink_parameters`.
             save_card: Writes the model card, given the folder, the repository and the licence:
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
-            **kwargs: As for `Trainer`.
 
         Raises:
-            ValueError: If options exclude each other, or for sequence parallelism.
+            ValueError: If one option would make another ineffective, or for sequence parallelism.
         """
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
             if value and kwargs.get("compute_loss_func") is not None:
@@ -73,15 +71,12 @@ class LSGPTTrainer(Trainer):
             fsdp.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
     def get_train_dataloader(self) -> DataLoader:
-        """
-        As in `Trainer`, but a stream is one endless series of full batches, see `Passes`. The end of a pass then
-        changes neither the size of a step nor where a resumed training continues.
-        """
+        """As in `Trainer`, but a stream is one endless series of full batches, see `Passes`."""
         stream = self.train_dataset
         if not isinstance(stream, IterableDataset):
             return super().get_train_dataloader()
-        args, collate = self.args, self.data_collator
-        collate = self._get_collator_with_removed_columns(collate, description="Training")
+        args = self.args
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
         options = {
             "num_workers": args.dataloader_num_workers,
             "persistent_workers": args.dataloader_persistent_workers,
@@ -103,10 +98,7 @@ class LSGPTTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """
-        As in `Trainer`, but `num_training_steps` in `lr_scheduler_kwargs` replaces that of the training, so that a
-        training may be the beginning of a longer schedule.
-        """
+        """As in `Trainer`, but `lr_scheduler_kwargs` may have another `num_training_steps`, of a longer schedule."""
         given = self.args.lr_scheduler_kwargs
         kwargs = dict(given or {})
         self.args.lr_scheduler_kwargs, length = kwargs, int(kwargs.pop("num_training_steps", num_training_steps))
