@@ -20,7 +20,7 @@ from lsgpt.training import AVERAGES, AveragedWeightsCallback, parse_arguments
 SETTINGS = [
     ("ema", {"decay": 0.7}),
     ("ema", {"decay": 0.7, "every_n_steps": 4}),
-    ("ema-warmup", {"decay": 0.3}),  # which (1 + n) / (10 + n) passes in the third step
+    ("ema-warmup", {"decay": 0.3, "every_n_steps": 2}),  # which (1 + n) / (10 + n) passes in the third update
     ("bema", {"every_n_steps": 1}),
     ("bema", {"every_n_steps": 4}),  # the last two of the six steps are not in it
     ("bema", {"every_n_steps": 2, "kappa": 0.3, "eta": 0.6, "rho": 2, "gamma": 3}),
