@@ -58,7 +58,7 @@ ALL_HEADS = "all_heads"
 """
 Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
 attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
-call gets the window of the kind that has one, and itself updates the layer's `max_logits` if they are measured.
+call gets the window of the kind that has one. If logits are measured, it has to do it, as in `lsgpt.logits`.
 """
 
 

@@ -40,7 +40,6 @@ from .cache_lsgpt import check_cache, make_room
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .telemetry_lsgpt import update_max_logits
 from .visibility_lsgpt import describe_visibility, may_look_at
 
 
@@ -174,15 +173,12 @@ class LSGPTAttention(nn.Module):
             HeadGroup(kind, n, n // self.num_key_value_groups, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
             for i, (kind, n) in enumerate(config.head_groups[layer_idx].items())
         )
-        num_heads, num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
-        self.all_heads = HeadGroup(ALL_HEADS, num_heads, num_key_value_heads, -1, True)
+        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, config.num_key_value_heads, -1, True)
         self.num_heads = [heads.num_heads for heads in self.head_groups]
         self.num_key_value_heads = [heads.num_key_value_heads for heads in self.head_groups]
         # One learned logit for each head of the kinds with sinks, which belongs to no token. They are the last heads.
         num_sinks = sum(heads.num_heads for heads in self.head_groups if heads.has_sinks)
         self.sinks = nn.Parameter(torch.zeros(num_sinks)) if config.attention_sinks and num_sinks else None
-        # Running maxima of each head's |logit|, `(H,)` in float32; `None` if not measured. See `telemetry_lsgpt`.
-        self.max_logits: torch.Tensor | None = None
 
     def forward(
         self,
@@ -243,21 +239,7 @@ class LSGPTAttention(nn.Module):
         Takes queries, keys and values of the new tokens, `(B, H, T, D)` or `(B, H_kv, T, D)`, and returns outputs
         `(B, T, H, D)`, and the attention weights as `forward` does.
         """
-        calls = []
-        for heads, query, key, value in zip(
-            self.head_groups,
-            query_states.split(self.num_heads, dim=1),
-            key_states.split(self.num_key_value_heads, dim=1),
-            value_states.split(self.num_key_value_heads, dim=1),
-        ):
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, heads.layer_idx)
-                length = attention_mask.visibility[heads.kind].kv_length
-                if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
-                    key, value = key[:, :, -length:], value[:, :, -length:]
-            calls.append((heads, query, key, value))
-        if self.max_logits is not None:
-            update_max_logits(self, calls, attention_mask)
+        calls = self.split_heads(query_states, key_states, value_states, attention_mask, past_key_values)
         if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
             if past_key_values is not None:  # whose backward pass may have to run, see `context_parallel_lsgpt`
                 key_states, value_states = (torch.cat(states, dim=1) for states in tuple(zip(*calls))[2:])
@@ -278,7 +260,7 @@ class LSGPTAttention(nn.Module):
                 scaling=self.scaling,
                 sliding_window=attention_mask.visibility[heads.kind].window,
                 softcap=self.softcap,
-                s_aux=self.sinks_of(heads, attention_mask.sees_sink[heads.kind]),
+                s_aux=None if self.sinks is None else self.sinks_of(heads, attention_mask.sees_sink[heads.kind]),
                 **kwargs,
             )
             attn_outputs.append(output)
@@ -287,19 +269,38 @@ class LSGPTAttention(nn.Module):
             return join_weights(calls, attn_weights, attention_mask)
         return torch.cat(attn_outputs, dim=2), None
 
+    def split_heads(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: AttentionMasks,
+        past_key_values: Cache | None = None,
+    ) -> list[tuple[HeadGroup, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Returns queries, keys and values of each kind of head, with those that are and now get cached."""
+        calls = []
+        for heads, query, key, value in zip(
+            self.head_groups,
+            query_states.split(self.num_heads, dim=1),
+            key_states.split(self.num_key_value_heads, dim=1),
+            value_states.split(self.num_key_value_heads, dim=1),
+        ):
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, heads.layer_idx)
+                length = attention_mask.visibility[heads.kind].kv_length
+                if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
+                    key, value = key[:, :, -length:], value[:, :, -length:]
+            calls.append((heads, query, key, value))
+        return calls
+
     def sinks_of(self, heads: HeadGroup, sees_sink: torch.Tensor | bool) -> torch.Tensor | None:
-        """
-        The sinks of a group of heads: `(H,)`, or `(B or 1, H, T)` if only some queries see them; `None` if none of the
-        heads has one.
-        """
-        if self.sinks is None or not heads.has_sinks:
+        """The sinks of some heads, `(H,)`, or `(B or 1, H, T)` if only some queries see them; `None` without any."""
+        if not heads.has_sinks:
             return None
         sinks = self.sinks
         if len(sinks) < heads.num_heads:
             sinks = F.pad(sinks, (heads.num_heads - len(sinks), 0), value=NO_SINK)
-        if isinstance(sees_sink, bool):
-            return sinks
-        return torch.where(sees_sink[:, None], sinks[:, None], NO_SINK)
+        return sinks if isinstance(sees_sink, bool) else torch.where(sees_sink[:, None], sinks[:, None], NO_SINK)
 
 
 def join_weights(
@@ -727,6 +728,15 @@ class LSGPTForTokenClassification(LSGPTClassifier, GenericForTokenClassification
         self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The `LSGPTAttention`s of an LSGPT model, bare or wrapped, in order. Raises `ValueError` for other models."""
+    # Found by name, because code loaded from a checkpoint defines its own classes.
+    layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
+    if not layers:
+        raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")
+    return layers
 
 
 # Transformers looks here to find out whether to shift a model's labels, for example for label smoothing in `Trainer`.

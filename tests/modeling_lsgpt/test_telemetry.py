@@ -5,9 +5,9 @@ import torch
 from reference import visible_pairs
 from transformers import DynamicCache, StaticCache
 
-from lsgpt import measure_max_logits
-from lsgpt.modeling_lsgpt import Visibility, telemetry_lsgpt
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import max_logits
+from lsgpt import logits, measure_max_logits
+from lsgpt.logits import max_logits
+from lsgpt.modeling_lsgpt import Visibility
 
 
 def brute_force(query, key, visible):
@@ -21,7 +21,7 @@ def brute_force(query, key, visible):
 @pytest.mark.parametrize("window", [None, 2, 7, 500])
 @pytest.mark.parametrize("limits", ["none", "padding", "documents", "both"])
 def test_equals_brute_force(monkeypatch, limits, window, kv_heads, at_once):
-    monkeypatch.setattr(telemetry_lsgpt, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", at_once)
     for q_length, kv_length in ((1, 1), (33, 33), (300, 300), (5, 40), (1, 40)):
         if at_once == 1 and q_length > 40:
             continue  # one row at a time is slow, and 33 of them have shown it
