@@ -22,12 +22,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
@@ -40,7 +35,7 @@ from .cache_lsgpt import check_cache, make_room
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .visibility_lsgpt import describe_visibility, may_look_at
+from .visibility_lsgpt import check_shape, describe_visibility, may_look_at
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -402,10 +397,8 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             ids = ids[ids != ignored]
         if not ids.numel():
             return
-        low, high = ids.aminmax()
-        size = getattr(self.config, limit)
+        (low, high), size = ids.aminmax(), getattr(self.config, limit)
         if low < 0 or high >= size:
-            worst = low.item() if low < 0 else high.item()
             rule = f"between 0 and {size - 1} (`{limit}` is {size})"
             rule += "" if ignored is None else f", or {ignored} to be ignored"
             remedy = {
@@ -413,7 +406,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
                 "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
                 'more of them or with position_embedding_type="rope"',
             }[limit]
-            raise ValueError(f"`{name}` must be {rule}; got {worst}; {remedy}")
+            raise ValueError(f"`{name}` must be {rule}; got {low if low < 0 else high}; {remedy}")
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
@@ -433,8 +426,9 @@ class LSGPTPreTrainedModel(PreTrainedModel):
 class LSGPTModel(LSGPTPreTrainedModel):
     """The decoder without a head: token ids to hidden states."""
 
-    def __init__(self, config: LSGPTConfig):
+    def __init__(self, config: LSGPTConfig, counts_left_padding: bool = True):
         super().__init__(config)
+        self.counts_left_padding = counts_left_padding
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = self.local_rotary_emb = None
         if config.position_embedding_type == "learned":
@@ -469,7 +463,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
                 of `create_attention_masks`.
             position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
-                document begins. By default they continue from the cache's length.
+                document begins. By default they continue from the cache's length; in classifiers, they do not count
+                padding on the left, so that a row has the same scores in a batch and alone.
             past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
@@ -507,8 +502,10 @@ class LSGPTModel(LSGPTPreTrainedModel):
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
-            position_ids = position_ids[None]
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
+            padding_mask = next(iter(visibility.values())).padding_mask
+            if not self.counts_left_padding and padding_mask is not None:
+                position_ids = (position_ids - (padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)).clamp(min=0)
 
         hidden_states = inputs_embeds
         position_embeddings = local_embeddings = None
@@ -537,26 +534,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
     def _check_inputs(self, input_ids, inputs_embeds, position_ids):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
+        name, inputs, width = "input_ids", input_ids, ()
+        if input_ids is None:
+            name, inputs, width = "inputs_embeds", inputs_embeds, (self.config.hidden_size,)
+        if inputs.ndim != 2 + len(width) or inputs.shape[1] == 0 or inputs.shape[2:] != width:
+            shape = ", ".join(("batch", "tokens", *map(str, width)))
+            raise ValueError(f"`{name}` must have shape ({shape}) with at least one token; got {tuple(inputs.shape)}")
         if input_ids is not None:
-            if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-                raise ValueError(
-                    "`input_ids` must have shape (batch, tokens) with at least one token; "
-                    f"got {tuple(input_ids.shape)}"
-                )
             self._check_ids("input_ids", input_ids, "vocab_size")
-        else:
-            size = self.config.hidden_size
-            if inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != size:
-                raise ValueError(
-                    f"`inputs_embeds` must have shape (batch, tokens, {size}) with at least one token; "
-                    f"got {tuple(inputs_embeds.shape)}"
-                )
-        batch_size, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if position_ids is not None and tuple(position_ids.shape) not in ((batch_size, length), (1, length)):
-            raise ValueError(
-                f"`position_ids` must have shape ({batch_size}, {length}), like the inputs; "
-                f"got {tuple(position_ids.shape)}"
-            )
+        check_shape("position_ids", position_ids, "like the inputs", inputs.shape[:2], (1, inputs.shape[1]))
 
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
@@ -612,11 +598,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
             skip_logits: Whether to return only the loss, without ever holding the logits of all tokens at once. In
                 training on long blocks, they are by far the largest tensor.
-            teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then
-                the Kullback-Leibler divergence between its distributions and this model's, at every token that
-                predicts a label. Only with `skip_logits`.
-            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided; and
-                `label_smoothing` and `z_loss`, see `causal_lm_loss`, only with `skip_logits`.
+            teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens.
+            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided. Only with
+                `skip_logits`, `label_smoothing`, `z_loss` and `teacher_logits`, see `causal_lm_loss`.
 
         Returns:
             Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and
@@ -642,22 +626,12 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        if labels is not None and labels.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"`labels` must have shape {tuple(hidden_states.shape[:2])}, one label for each token with logits; "
-                f"got {tuple(labels.shape)}"
-            )
         if labels is not None:
+            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
+            shape = *labels.shape, self.config.vocab_size
+            check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
-
-        if teacher_logits is not None and labels is not None:
-            expected = (*labels.shape, self.config.vocab_size)
-            if teacher_logits.shape != expected:
-                raise ValueError(
-                    f"`teacher_logits` must have shape {expected}, one logit for each entry of the vocabulary; got "
-                    f"{tuple(teacher_logits.shape)}"
-                )
 
         logits = loss = None
         if has_own_loss:
@@ -678,52 +652,24 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
 
 
-class LSGPTClassifier:
-    """What the classification heads share: positions that leave out padding."""
-
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
-        """
-        Accepts the arguments of `LSGPTModel`, and `labels`. By default, positions do not count padding on the left, so
-        that a row has the same scores in a batch and alone.
-        """
-        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-            num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-            index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-            position_ids = (index - num_left).clamp(min=0)[:, -length:]
-        return super().forward(  # type: ignore[misc]
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, **kwargs
-        )
-
-
-class LSGPTForSequenceClassification(LSGPTClassifier, GenericForSequenceClassification, LSGPTPreTrainedModel):
+class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on the last token of each sequence."""
 
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)  # the generic class would look for the decoder in `AutoModel`
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
 
-class LSGPTForTokenClassification(LSGPTClassifier, GenericForTokenClassification, LSGPTPreTrainedModel):
+class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on each token."""
 
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         dropout = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)

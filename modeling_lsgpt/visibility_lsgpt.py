@@ -7,7 +7,7 @@ PyTorch's causal attention and `dense` (for additive masks) apply parts of the r
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -342,16 +342,20 @@ def _check_dictionary(masks: dict, kinds: dict):
         )
 
 
+def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
+    """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
+    if x is not None and tuple(x.shape) not in map(tuple, shapes):
+        raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
+
+
 def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
     got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
     if mask.ndim not in (2, 4):
         raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
-    if mask.ndim == 2 and total is not None and got != (batch_size, total):
-        raise ValueError(
-            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} "
-            f"cached and {q_length} new tokens; got {got}"
-        )
     if mask.ndim == 2:
+        if total is not None:
+            reason = f"one entry for each of the {past_length} cached and {q_length} new tokens"
+            check_shape("attention_mask", mask, reason, (batch_size, total))
         return
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(
