@@ -168,9 +168,6 @@ def _takes_sinks(attend: Callable | None) -> bool:
     return attend is None or "s_aux" in inspect.signature(attend).parameters
 
 
-# --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
-
-
 class Past(NamedTuple):
     """Stands for the mask of new tokens that see each other causally, and everything that was cached before."""
 
@@ -235,9 +232,6 @@ def windowed_sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output[..., :head_dim], None
-
-
-# --- flash_attention_2, _3, _4: what Transformers would silently ignore is refused -----------------------------------
 
 
 class Documents(NamedTuple):
@@ -310,9 +304,6 @@ def _flash_takes(name: str, *arguments: str) -> bool:
     """Whether the functions of a FlashAttention have one of the arguments."""
     _, varlen_function, *_ = lazy_import_flash_attention(name)[0]
     return not inspect.signature(varlen_function).parameters.keys().isdisjoint(arguments)
-
-
-# --- flex_attention: sinks, and no compilation on the CPU ------------------------------------------------------------
 
 
 def flex_mask(mask_function: Visibility, config: LSGPTConfig, **kwargs) -> BlockMask | torch.Tensor | None:

@@ -83,15 +83,11 @@ class GrowingLayer(DynamicLayer):
         self.buffers = None
 
 
-def make_room(cache: Cache):
-    """Replaces the empty layers of a dynamic cache by layers that grow in place."""
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and not layer.is_initialized:
-            cache.layers[i] = GrowingLayer()
-
-
-def check_cache(config: LSGPTConfig, cache: Cache):
-    """Raises `ValueError` if a cache is none, or is one of another model."""
+def prepare_cache(config: LSGPTConfig, cache: Cache):
+    """
+    Replaces the empty layers of a dynamic cache by layers that grow in place. Raises `ValueError` if a cache is none,
+    or is one of another model.
+    """
     if not isinstance(cache, Cache):
         raise ValueError(
             "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
@@ -112,3 +108,5 @@ def check_cache(config: LSGPTConfig, cache: Cache):
                 f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
                 "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
             )
+        if type(layer) is DynamicLayer and not layer.is_initialized:
+            cache.layers[layer_idx] = GrowingLayer()

@@ -1,7 +1,7 @@
 """What PyTorch's `scaled_dot_product_attention` lacks: windows at linear cost, sinks, and a past without a mask.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
-a block.
+a block. `scaling` is the factor of the dot products, `dropout` the probability of dropping an attention weight.
 """
 
 import torch
@@ -22,10 +22,8 @@ copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and
 
 def blocked_mask(visibility: Visibility) -> torch.Tensor:
     """
-    The mask between blocks of C queries and the C + W - 1 keys that their windows reach.
-
-    Returns:
-        `(B or 1, N, 1, C, C + W - 1)`, True where a query may attend, for `blocked_attention_forward`.
+    The mask between blocks of C queries and the C + W - 1 keys that their windows reach, True where a query may
+    attend: `(B or 1, N, 1, C, C + W - 1)`, for `blocked_attention_forward`.
     """
     window, q_offset, device = visibility.window, visibility.q_offset, visibility.device
     block_length = max(MIN_BLOCK_LENGTH, window // 2)
@@ -61,8 +59,6 @@ def blocked_attention_forward(
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query. Keys that no query's window reaches may be missing.
         blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
         sinks (`(H,)` or `(B or 1, H, T)`, *optional*): One extra logit per head in the softmax's denominator.
 
     Returns:
@@ -149,8 +145,6 @@ def sink_attention_forward(
         mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or additive; `None` if every query sees
             every key.
         sinks (`(H,)` or `(B or 1, H, T)`): One extra logit per head in the softmax's denominator.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -244,8 +238,6 @@ def past_attention_forward(
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query, and S > T.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
 
     Returns:
         Outputs `(B, T, H, D)`.

@@ -31,7 +31,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks, create_attention_masks, create_masks
-from .cache_lsgpt import check_cache, make_room
+from .cache_lsgpt import prepare_cache
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
@@ -199,9 +199,7 @@ class LSGPTAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
 
     def project(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)` of the new tokens, with QK-norm and rotary
@@ -306,17 +304,12 @@ def join_weights(
     local heads are padded because their cache begins later. The outputs `(B, T, H, D)` are computed anew from this
     tensor, so that gradients flow through the weights that the caller receives.
     """
-    offsets = [attention_mask.visibility[heads.kind].kv_offset for heads, *_ in calls]
-    end = max(offset + weights.shape[3] for offset, weights in zip(offsets, attn_weights))
-    padded = [F.pad(w, (offset, end - offset - w.shape[3])) for offset, w in zip(offsets, attn_weights)]
-    joined = torch.cat(padded, dim=1)
-    outputs = []
-    for (heads, _, _, value), offset, weights in zip(
-        calls, offsets, joined.split([w.shape[1] for w in padded], dim=1)
-    ):
-        value = repeat_kv(value, heads.num_heads // heads.num_key_value_heads)
-        outputs.append(weights[..., offset : offset + value.shape[2]] @ value)
-    return torch.cat(outputs, dim=1).transpose(1, 2), joined
+    seen = [attention_mask.visibility[heads.kind] for heads, *_ in calls]
+    end = max(each.kv_offset + each.kv_length for each in seen)
+    padding = [(each.kv_offset, end - each.kv_offset - each.kv_length) for each in seen]
+    joined = torch.cat([F.pad(weights, sides) for weights, sides in zip(attn_weights, padding)], dim=1)
+    values = torch.cat([F.pad(value, (0, 0, *sides)) for (*_, value), sides in zip(calls, padding)], dim=1)
+    return (joined @ repeat_kv(values, joined.shape[1] // values.shape[1])).transpose(1, 2), joined
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
@@ -387,14 +380,10 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         CPU only, because reading them on another device would force a synchronisation.
         """
         if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"`{name}` must be integers, of dtype torch.int64 or torch.int32; got {ids.dtype}; convert them with "
-                "`.long()`"
-            )
+            raise ValueError(f"`{name}` must be integers, torch.int64 or torch.int32; got {ids.dtype}; convert them")
         if ids.device.type != "cpu" or not may_look_at(ids):
             return
-        if ignored is not None:
-            ids = ids[ids != ignored]
+        ids = ids if ignored is None else ids[ids != ignored]
         if not ids.numel():
             return
         (low, high), size = ids.aminmax(), getattr(self.config, limit)
@@ -485,16 +474,12 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache(self.config, past_key_values)
-            is_dropped = (
-                self.gradient_checkpointing and self.training and not self.layers[0]._can_checkpoint_with_cache
-            )
-            if is_dropped and past_key_values.get_seq_length() > 0:
+            prepare_cache(self.config, past_key_values)
+            if self.gradient_checkpointing and self.training and past_key_values.get_seq_length() > 0:
                 raise ValueError(
                     "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
                     "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
                 )
-            make_room(past_key_values)
 
         visibility = describe_visibility(
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, kwargs.get("cu_seq_lens_q")

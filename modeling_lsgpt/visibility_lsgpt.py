@@ -177,10 +177,8 @@ def describe_visibility(
             where a query may attend) or additive, applied as it is in global heads and within the window in local
             heads; or a dictionary with such a mask for each kind of head, as `create_attention_masks` returns.
         past_key_values: The cache before this step's update.
-        position_ids (`(B or 1, T)`): If given, a position that does not continue from the one before marks the start
-            of another document packed into the same row (see `find_documents`), and attention does not cross from one
-            document to another. With a cache, the position of the first new token tells how many cached tokens belong
-            to its document. Ignored with a 4-D mask, which decides what each query sees.
+        position_ids (`(B or 1, T)`): If given, attention does not cross from one document packed into a row to
+            another, which begins where positions do not continue (see `find_documents`). Ignored with a 4-D mask.
         cu_seq_lens (`(documents + 1,)`, *optional*): Without positions: where documents begin in a single row, 0 first
             and T last.
 
@@ -362,13 +360,9 @@ def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length:
             "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
             f"the logits; got {mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
         )
-    if got[1] != 1:
+    if got[:3] not in ((1, 1, q_length), (batch_size, 1, q_length)) or got[3] < (total or 0):
         raise ValueError(
-            f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
-            f"got {got}. `num_global_heads` and `sliding_window` define what the heads of each kind see"
-        )
-    if got[0] not in (1, batch_size) or got[2] != q_length or got[3] < (total or 0):
-        raise ValueError(
-            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, head, "
-            f"new tokens, cached and new tokens; got {got}"
+            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, all "
+            "heads (`num_global_heads` and `sliding_window` define what those of each kind see), new tokens, cached "
+            f"and new tokens; got {got}"
         )
