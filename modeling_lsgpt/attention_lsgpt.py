@@ -1,8 +1,7 @@
 """The attention functions and mask functions that LSGPT has instead of, or besides, those of Transformers.
 
 `ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS` are Transformers' tables of these names, with local
-entries for what is faster with windows, needs sinks, or would silently ignore something. Without a local entry, LSGPT
-computes the same with the function of Transformers. A function that is registered with Transformers'
+entries for what is faster with windows, needs sinks, or would silently ignore something. Whatever is registered with
 `AttentionInterface` works here, too; without a mask function of its own, it gets dense boolean masks.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
@@ -90,10 +89,7 @@ class AttentionMasks:
 
 
 def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionMasks:
-    """
-    Creates the masks of a forward pass. Raises `ValueError`, with a remedy, for what the configured attention function
-    does not support.
-    """
+    """Creates the masks of a forward pass. Raises `ValueError` for what the attention function does not support."""
     name = config._attn_implementation
     has_sinks = any(v.has_sinks for v in visibility.values())
     if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(ALL_ATTENTION_FUNCTIONS.get(name)):
@@ -155,10 +151,7 @@ def create_attention_masks(
 
 
 def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
-    """
-    The dense mask `(B, 1, T, S)`, boolean or additive. It is also the mask of `eager`, which would otherwise give
-    tokens that see nothing (padding) an attention weight.
-    """
+    """The dense mask `(B, 1, T, S)`. With that of Transformers, queries that see nothing (padding) have weights."""
     return mask_function.dense()
 
 
@@ -228,9 +221,7 @@ def windowed_sdpa_attention_forward(
     is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():
         query, key, value = (nn.functional.pad(x, (0, FILLED - head_dim)) for x in (query, key, value))
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return output[..., :head_dim], None
 
 
@@ -350,10 +341,7 @@ def flex_attention_forward_with_sinks(
         )
     is_compiled = query.device.type != "cpu" or is_tracing(query)
     if is_compiled and s_aux is None:
-        output, _ = flex_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
-        )
-        return output, None
+        return flex_attention_forward(module, query, key, value, attention_mask, scaling, softcap, **kwargs)[0], None
 
     def cap(logit, *indices):
         return logit if softcap is None else softcap * torch.tanh(logit / softcap)

@@ -84,18 +84,12 @@ class GrowingLayer(DynamicLayer):
 
 
 def prepare_cache(config: LSGPTConfig, cache: Cache):
-    """
-    Replaces the empty layers of a dynamic cache by layers that grow in place. Raises `ValueError` if a cache is none,
-    or is one of another model.
-    """
+    """Makes empty layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
     if not isinstance(cache, Cache):
-        raise ValueError(
-            "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
-            f"{type(cache).__name__}"
-        )
-    kinds = [group for groups in config.head_groups for group in groups.items()]
+        got = type(cache).__name__
+        raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
     group_size = config.num_attention_heads // config.num_key_value_heads
-    for layer_idx, ((kind, num_heads), layer) in enumerate(zip(kinds, cache.layers)):
+    for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
         window = getattr(layer, "sliding_window", None)
         if window is not None and window < (config.window(kind) or window):
             raise ValueError(

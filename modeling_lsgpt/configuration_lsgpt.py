@@ -212,8 +212,7 @@ class LSGPTConfig(PreTrainedConfig):
         for name in ("rope_theta", "rope_scaling"):
             if kwargs.get(name) is not None and self.position_embedding_type != "rope":
                 raise ValueError(
-                    f'`{name}` must be unset unless `position_embedding_type` is "rope"; got {kwargs[name]!r} with '
-                    f"{self.position_embedding_type!r}"
+                    f'`{name}` must be unset without `position_embedding_type="rope"`; got {kwargs[name]!r}'
                 )
         if kwargs.pop("per_layer_config", None) is not None:
             raise ValueError("`per_layer_config` must be unset, because `num_global_heads` determines it")
@@ -232,12 +231,7 @@ class LSGPTConfig(PreTrainedConfig):
         self.validate_architecture()  # again: Transformers has moved arguments such as `rope_theta` into fields
 
     def validate_architecture(self):
-        """
-        Checks the values and their combination. Runs on construction, when a model is built, and on save.
-
-        Raises:
-            ValueError: If a value or a combination of values is invalid.
-        """
+        """Raises `ValueError` for invalid values and combinations: on construction, when a model is built, on save."""
 
         def refuse(field: str, rule: str):
             raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
@@ -329,23 +323,28 @@ class LSGPTConfig(PreTrainedConfig):
         ]
 
     @property
+    def cache_layers(self) -> list[tuple[str, int]]:
+        """
+        Kind and number of query heads of every *cache layer*, in order. A decoder layer owns one cache layer for each
+        kind of head that it has, so Transformers' own caches keep a window for local heads and everything for global
+        heads.
+        """
+        return [group for groups in self.head_groups for group in groups.items()]
+
+    @property
     def layer_types(self) -> list[str]:
-        """
-        The kind of every *cache layer*, in order. A decoder layer owns one cache layer for each kind of head that it
-        has, so Transformers' own caches keep a window for local heads and everything for global heads.
-        """
-        return [HEAD_KINDS[kind].layer_type for groups in self.head_groups for kind in groups]
+        """Transformers' type of every cache layer."""
+        return [HEAD_KINDS[kind].layer_type for kind, _ in self.cache_layers]
 
     @property
     def per_layer_config(self) -> list["LSGPTConfig"]:
         """One shallow copy of this configuration per cache layer, with that layer's head counts."""
         views = []
-        for groups in self.head_groups:
-            for num_heads in groups.values():
-                view = copy.copy(self)
-                view.num_key_value_heads = num_heads * self.num_key_value_heads // self.num_attention_heads
-                view.num_attention_heads = num_heads
-                views.append(view)
+        for _, num_heads in self.cache_layers:
+            view = copy.copy(self)
+            view.num_key_value_heads = num_heads * self.num_key_value_heads // self.num_attention_heads
+            view.num_attention_heads = num_heads
+            views.append(view)
         return views
 
     def window(self, kind: str) -> int | None:
@@ -394,9 +393,7 @@ class LSGPTConfig(PreTrainedConfig):
         if self.position_embedding_type == "learned":
             outside += self.max_position_embeddings * d
         if self.attention_sinks:
-            outside += sum(
-                n for groups in self.head_groups for kind, n in groups.items() if HEAD_KINDS[kind].has_sinks
-            )
+            outside += sum(num_heads for kind, num_heads in self.cache_layers if HEAD_KINDS[kind].has_sinks)
         return layers * per_layer + outside
 
     def flops_per_token(self, length: int) -> float:
@@ -410,10 +407,10 @@ class LSGPTConfig(PreTrainedConfig):
         `W - W * (W - 1) / (2 * n)`. Masked-out pairs, softmax and norms are not counted. The backward pass takes
         twice as many operations.
         """
-        windows = {kind: min(self.window(kind) or length, length) for groups in self.head_groups for kind in groups}
+        windows = {kind: min(self.window(kind) or length, length) for kind, _ in self.cache_layers}
         visible_keys = {kind: w - w * (w - 1) / (2 * length) for kind, w in windows.items()}
         matrices = self.num_hidden_layers * self._matrix_parameters_per_layer() + self.vocab_size * self.hidden_size
-        attended = sum(heads * visible_keys[kind] for groups in self.head_groups for kind, heads in groups.items())
+        attended = sum(num_heads * visible_keys[kind] for kind, num_heads in self.cache_layers)
         return 2 * matrices + 4 * self.head_dim * attended
 
     def kv_cache_bytes(self, length: int, bytes_per_value: int = 2) -> int:
@@ -425,8 +422,7 @@ class LSGPTConfig(PreTrainedConfig):
         this is a fraction of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
         """
         groups = self.num_attention_heads // self.num_key_value_heads
-        kinds = [(kind, n // groups) for heads in self.head_groups for kind, n in heads.items()]
-        stored = sum(kv_heads * min(self.window(kind) or length, length) for kind, kv_heads in kinds)
+        stored = sum(n // groups * min(self.window(kind) or length, length) for kind, n in self.cache_layers)
         return 2 * self.head_dim * stored * bytes_per_value
 
     def _matrix_parameters_per_layer(self) -> int:

@@ -197,15 +197,8 @@ def _split(states: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Te
     return zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks)
 
 
-def _summed_loss(
-    lm_head,
-    states: torch.Tensor,
-    targets: torch.Tensor,
-    teacher: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> torch.Tensor:
+def _summed_loss(lm_head, states, targets, teacher, ignore_index, label_smoothing, z_loss) -> torch.Tensor:
+    """What `LinearCrossEntropy` computes, for a chunk, and with gradients by PyTorch."""
     logits = lm_head(states)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     penalty = z_loss * logits.logsumexp(-1).square().where(targets != ignore_index, 0.0).sum() if z_loss else 0.0

@@ -81,10 +81,7 @@ def make_norm(config: LSGPTConfig, exists: bool = True) -> nn.Module:
 
 
 NO_SINK = -1e4
-"""
-Logit for queries that do not see their sink, and for heads without one when all heads of a layer are computed
-together; its weight is exactly 0.
-"""
+"""Logit of the sink for queries and heads without one, if others in the same call have it; its weight is exactly 0."""
 
 
 def eager_attention_forward(
@@ -134,7 +131,6 @@ class HeadGroup(NamedTuple):
 
     kind: str
     num_heads: int
-    num_key_value_heads: int
     layer_idx: int
     """Index of the cache layer, not of the decoder layer."""
     has_sinks: bool
@@ -165,12 +161,12 @@ class LSGPTAttention(nn.Module):
 
         first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
         self.head_groups = tuple(
-            HeadGroup(kind, n, n // self.num_key_value_groups, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
-            for i, (kind, n) in enumerate(config.head_groups[layer_idx].items())
+            HeadGroup(kind, num_heads, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
+            for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
         )
-        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, config.num_key_value_heads, -1, True)
+        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, layer_idx=-1, has_sinks=True)
         self.num_heads = [heads.num_heads for heads in self.head_groups]
-        self.num_key_value_heads = [heads.num_key_value_heads for heads in self.head_groups]
+        self.num_key_value_heads = [num_heads // self.num_key_value_groups for num_heads in self.num_heads]
         # One learned logit for each head of the kinds with sinks, which belongs to no token. They are the last heads.
         num_sinks = sum(heads.num_heads for heads in self.head_groups if heads.has_sinks)
         self.sinks = nn.Parameter(torch.zeros(num_sinks)) if config.attention_sinks and num_sinks else None
@@ -201,10 +197,7 @@ class LSGPTAttention(nn.Module):
     def project(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)` of the new tokens, with QK-norm and rotary
-        embedding if configured.
-        """
+        """Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)`, normed and rotated if configured."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query_states, key_states = self.q_proj(hidden_states), self.k_proj(hidden_states)
         if self.q_norm is not None:  # over each head, or over all of them

@@ -193,22 +193,25 @@ def describe_visibility(
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
     first_layers: dict[str, int] = {}
-    for layer_idx, kind in enumerate(kind for groups in config.head_groups for kind in groups):
+    for layer_idx, (kind, _) in enumerate(config.cache_layers):
         first_layers.setdefault(kind, layer_idx)
 
+    masks: dict[str, torch.Tensor | None] = {}
+    padding_mask = documents = first_key = None
     is_finished = isinstance(attention_mask, dict)
     if isinstance(attention_mask, dict):
-        _check_dictionary(attention_mask, first_layers)
-    of_kind: dict = attention_mask if is_finished else dict.fromkeys(first_layers, attention_mask)
-    for mask in of_kind.values():
-        if mask is not None:
-            _check_mask(mask, batch_size, q_length, None if is_finished else past_length)
-    padding_mask = documents = first_key = None
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        of_kind = {}
+        masks = attention_mask
+        _check_dictionary(masks, first_layers, batch_size, q_length)
+    elif attention_mask is not None and attention_mask.ndim == 4:
+        _check_mask(attention_mask, batch_size, q_length, past_length)
+        masks = dict.fromkeys(first_layers, attention_mask)
+    elif attention_mask is not None:
+        if attention_mask.ndim != 2 or isinstance(past_length, int):
+            reason = f"one entry for each of the {past_length} cached and {q_length} new tokens, or 4 dimensions"
+            check_shape("attention_mask", attention_mask, reason, (batch_size, past_length + q_length))
         if not (may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    if not is_finished and all(mask is None for mask in of_kind.values()):
+    if not masks:
         if position_ids is not None and isinstance(past_length, torch.Tensor) and padding_mask is None:
             if q_length == 1:
                 first_key = (past_length - position_ids).expand(batch_size, 1)
@@ -217,7 +220,6 @@ def describe_visibility(
         elif cu_seq_lens is not None:
             documents = _documents_of_lengths(cu_seq_lens, batch_size, q_length, past_length)
 
-    is_static = getattr(past_key_values, "is_compileable", False)
     result = {}
     for kind, layer_idx in first_layers.items():
         q_offset, kv_length, kv_offset = 0, q_length, 0
@@ -226,7 +228,7 @@ def describe_visibility(
             if isinstance(q_offset, torch.Tensor):
                 q_offset = q_offset.clone()  # a static cache returns its own counter, which the update changes
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
-        mask, end = of_kind.get(kind), kv_offset + kv_length
+        mask, end = masks.get(kind), kv_offset + kv_length
         if mask is not None and not is_finished:
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
             mask = _lengthen(mask[..., kv_offset:end], kv_length, hidden)
@@ -246,7 +248,7 @@ def describe_visibility(
             mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
             has_sinks=HEAD_KINDS[kind].has_sinks and bool(config.attention_sinks),
             sink_window=config.window(kind) if config.attention_sinks == FULL_WINDOW else None,
-            has_empty_slots=is_static,
+            has_empty_slots=getattr(past_key_values, "is_compileable", False),
             batch_size=batch_size,
             device=device,
         )
@@ -331,13 +333,16 @@ def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
 
 
-def _check_dictionary(masks: dict, kinds: dict):
+def _check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
     if masks.keys() != kinds.keys() or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
         got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
         raise ValueError(
             "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
             f"{', '.join(map(repr, kinds))}, as `create_attention_masks` returns it; got {got}"
         )
+    for mask in masks.values():
+        if mask is not None:
+            _check_mask(mask, batch_size, q_length)
 
 
 def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
@@ -346,15 +351,8 @@ def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequenc
         raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
 
 
-def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
+def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None = None):
     got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
-    if mask.ndim not in (2, 4):
-        raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
-    if mask.ndim == 2:
-        if total is not None:
-            reason = f"one entry for each of the {past_length} cached and {q_length} new tokens"
-            check_shape("attention_mask", mask, reason, (batch_size, total))
-        return
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(
             "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "

@@ -146,7 +146,7 @@ def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
 
 @pytest.mark.parametrize("values", [{"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
 def test_arguments_of_rotary_positions_need_them(values):
-    with pytest.raises(ValueError, match=f"`{next(iter(values))}` must be unset unless `position_embedding_type` is"):
+    with pytest.raises(ValueError, match=f"`{next(iter(values))}` must be unset without `position_embedding_type="):
         LSGPTConfig(**values)
     assert (
         LSGPTConfig(position_embedding_type="rope", **values).rope_parameters.items()
