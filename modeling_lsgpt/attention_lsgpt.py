@@ -57,7 +57,7 @@ ALL_HEADS = "all_heads"
 """
 Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
 attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
-call gets the window of the kind that has one. If logits are measured, it has to do it, as in `lsgpt.logits`.
+call gets the window of the kind that has one. Where logits are measured, it has to do this, too.
 """
 
 
@@ -151,7 +151,7 @@ def create_attention_masks(
 
 
 def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
-    """The dense mask `(B, 1, T, S)`. With that of Transformers, queries that see nothing (padding) have weights."""
+    """The dense mask `(B, 1, T, S)`, also for `eager`: with Transformers' mask, padding would have weights."""
     return mask_function.dense()
 
 

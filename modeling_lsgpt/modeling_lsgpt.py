@@ -481,9 +481,9 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
-            padding_mask = next(iter(visibility.values())).padding_mask
-            if not self.counts_left_padding and padding_mask is not None:
-                position_ids = (position_ids - (padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)).clamp(min=0)
+            if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+                num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+                position_ids = (position_ids - num_left).clamp(min=0)
 
         hidden_states = inputs_embeds
         position_embeddings = local_embeddings = None

@@ -207,7 +207,7 @@ def describe_visibility(
         masks = dict.fromkeys(first_layers, attention_mask)
     elif attention_mask is not None:
         if attention_mask.ndim != 2 or isinstance(past_length, int):
-            reason = f"one entry for each of the {past_length} cached and {q_length} new tokens, or 4 dimensions"
+            reason = "one entry for each cached and each new token, or 4 dimensions"
             check_shape("attention_mask", attention_mask, reason, (batch_size, past_length + q_length))
         if not (may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
