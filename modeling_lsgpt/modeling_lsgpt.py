@@ -263,7 +263,7 @@ class LSGPTAttention(nn.Module):
         attention_mask: AttentionMasks,
         past_key_values: Cache | None = None,
     ) -> list[tuple[HeadGroup, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Returns queries, keys and values of each kind of head, with those that are and now get cached."""
+        """Updates the cache, and returns each kind of head with its queries and all its keys and values."""
         calls = []
         for heads, query, key, value in zip(
             self.head_groups,

@@ -345,12 +345,6 @@ def _check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
             _check_mask(mask, batch_size, q_length)
 
 
-def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
-    """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
-    if x is not None and tuple(x.shape) not in map(tuple, shapes):
-        raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
-
-
 def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None = None):
     got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -364,3 +358,9 @@ def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length:
             "heads (`num_global_heads` and `sliding_window` define what those of each kind see), new tokens, cached "
             f"and new tokens; got {got}"
         )
+
+
+def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
+    """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
+    if x is not None and tuple(x.shape) not in map(tuple, shapes):
+        raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
