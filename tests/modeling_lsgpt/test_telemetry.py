@@ -4,6 +4,7 @@ import pytest
 import torch
 from reference import visible_pairs
 from transformers import DynamicCache, StaticCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from lsgpt import logits, measure_max_logits
 from lsgpt.logits import max_logits
@@ -98,3 +99,12 @@ def test_a_logit_that_is_no_number_shows(tiny_model, engine):
     maxima = measure_max_logits(model, input_ids=torch.randint(97, (1, 40)))
     assert maxima[0].isfinite().all() and maxima[1, 1:].isfinite().all()
     assert not maxima[1, 0].isfinite()
+
+
+def test_models_with_code_of_their_own(tiny_model, tmp_path):
+    """The code that a checkpoint carries does not know of any measurement."""
+    expected, ids = tiny_model(), torch.randint(97, (1, 40))
+    expected.save_pretrained(tmp_path)
+    model = get_class_from_dynamic_module("modeling_lsgpt.LSGPTForCausalLM", tmp_path).from_pretrained(tmp_path)
+    assert not isinstance(model, type(expected))
+    assert torch.equal(*(measure_max_logits(each.eval(), input_ids=ids) for each in (model, expected)))
