@@ -60,6 +60,15 @@ attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or t
 call gets the window of the kind that has one. Where logits are measured, it has to do this, too.
 """
 
+MASKED_PAIRS = 1 << 18
+"""From this many pairs of queries and keys on, `sdpa` computes what follows a past without a mask."""
+
+NARROW, FILLED = 12, 16
+"""
+Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
+with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
+"""
+
 
 @dataclass
 class AttentionMasks:
@@ -188,17 +197,6 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     return v.dense()
 
 
-MASKED_PAIRS = 1 << 18
-"""From this many pairs of queries and keys on, what follows a past is computed without a mask, in two calls."""
-
-
-NARROW, FILLED = 12, 16
-"""
-Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
-with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
-"""
-
-
 def windowed_sdpa_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -221,7 +219,9 @@ def windowed_sdpa_attention_forward(
     is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():
         query, key, value = (nn.functional.pad(x, (0, FILLED - head_dim)) for x in (query, key, value))
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
     return output[..., :head_dim], None
 
 
@@ -285,9 +285,8 @@ def checked_flash_attention_forward(
         for side in ("q", "k"):
             kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask
         attention_mask = None
-    return AttentionInterface()[name](  # that of Transformers
-        module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs
-    )
+    attend = AttentionInterface()[name]  # that of Transformers
+    return attend(module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs)
 
 
 @lru_cache
@@ -341,7 +340,10 @@ def flex_attention_forward_with_sinks(
         )
     is_compiled = query.device.type != "cpu" or is_tracing(query)
     if is_compiled and s_aux is None:
-        return flex_attention_forward(module, query, key, value, attention_mask, scaling, softcap, **kwargs)[0], None
+        output, _ = flex_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
+        )
+        return output, None
 
     def cap(logit, *indices):
         return logit if softcap is None else softcap * torch.tanh(logit / softcap)

@@ -168,11 +168,8 @@ def causal_lm_loss(
         weight = lm_head.weight if torch.is_grad_enabled() else lm_head.weight.detach()
         loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index, teacher, label_smoothing, z_loss)
     else:
-        settings = ignore_index, label_smoothing, z_loss
-        loss = sum(
-            checkpoint(_summed_loss, lm_head, *chunk, *settings, use_reentrant=False)
-            for chunk in _split(states, targets, teacher)
-        )
+        chunks, settings = _split(states, targets, teacher), (ignore_index, label_smoothing, z_loss)
+        loss = sum(checkpoint(_summed_loss, lm_head, *chunk, *settings, use_reentrant=False) for chunk in chunks)
     if num_items_in_batch is not None:
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
     count = (targets != ignore_index).sum()

@@ -6,7 +6,6 @@ attention function; everything else is as in Transformers' Llama.
 Shapes: B batch, T new tokens, S cached and new tokens, H heads, D `head_dim`, V `vocab_size`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -290,7 +289,7 @@ class LSGPTAttention(nn.Module):
 
 
 def join_weights(
-    calls: list[tuple], attn_weights: Sequence[torch.Tensor], attention_mask: AttentionMasks
+    calls: list[tuple], attn_weights: list[torch.Tensor], attention_mask: AttentionMasks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Joins the attention weights of all kinds of heads in one tensor `(B, H, T, S)` over all keys, in which those of
