@@ -26,10 +26,7 @@ class HideNumbers:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, share: float = 0.5):
-        """
-        Takes the tokenizer of the rows, and the share of them that get numbers, 0 to 1: a large one, because a
-        conversion loses far more of finding than of perplexity.
-        """
+        """Takes the tokenizer of the rows, and the share of them that get numbers: conversion loses mostly finding."""
         self.tokenizer, self.share = tokenizer, share
 
     def __call__(self, row: dict) -> dict:
