@@ -35,7 +35,6 @@ def train_small(
     folder: Path,
     options: Mapping[str, Any],
     callbacks: Sequence[TrainerCallback] = (),
-    loss: Callable | None = None,
     trainer_class: type[Trainer] = LSGPTTrainer,
 ) -> dict[str, Any]:
     """
@@ -50,7 +49,6 @@ def train_small(
             may write to it.
         options: Fields of `TrainingArguments`, including `max_steps`.
         callbacks: Further callbacks of the Trainer.
-        loss: The loss to minimize, by default the model's own.
         trainer_class: The class of the Trainer.
 
     Returns:
@@ -75,7 +73,6 @@ def train_small(
         train_dataset=data,
         data_collator=default_data_collator,
         callbacks=[guard, *callbacks],
-        compute_loss_func=loss,
     )
     trainer.train()
     model.eval()

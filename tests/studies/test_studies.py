@@ -27,7 +27,15 @@ from lsgpt.training.train import largest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "studies" / "results").glob("*/runs.jsonl"))
-RETIRED = {"heads-and-windows", "heads-or-layers", "long-range", "othello", "positions"}
+RETIRED = {
+    "heads-and-windows",
+    "heads-or-layers",
+    "long-range",
+    "noisy-labels",
+    "othello",
+    "positions",
+    "soft-thinking",
+}
 
 SMALL = {
     "dataset_name": "text.txt",
