@@ -7,7 +7,7 @@ from .degrees_of_freedom import DegreesOfFreedom
 from .equal_time import EqualTime
 from .grid import LearningRates, Lengths, SparseDependencies, Stabilizers
 from .long_runs import LongTraining, PaperSize, PositionsLong
-from .runner import read_lines, read_runs, run_study, write_report
+from .runner import read_lines, run_study, write_report
 from .set_complement import SetComplement
 from .study import Study, TrainingStudy
 from .time_to_learn import TimeToLearn
@@ -16,12 +16,10 @@ from .time_to_learn import TimeToLearn
 __all__ = [
     "STUDIES",
     "RecipeArms",
-    "Study",
     "TrainingStudy",
     "compare",
     "load_study",
     "read_lines",
-    "read_runs",
     "run_study",
     "write_report",
 ]
