@@ -34,33 +34,24 @@ def runs_of(**losses):
 
 
 @pytest.mark.parametrize(
-    ("first", "margin", "verdict"),
+    ("first", "equal", "margin", "verdict"),
     [
-        ([1.0, 1.01, 1.02], None, "supported"),
-        ([3.0, 3.01, 3.02], 0.05, "contradicted"),
-        ([2.0, 2.03, 2.01], 0.05, "equal within 0.05"),
-        ([2.0, 2.03, 2.01], None, "inconclusive"),
-        ([1.7, 2.03, 2.3], 0.05, "inconclusive"),
-        ([2.002, 2.012, 2.0225], 0.05, "contradicted"),  # however small
+        ([1.0, 1.01, 1.02], False, None, "supported"),
+        ([3.0, 3.01, 3.02], False, 0.05, "contradicted"),
+        ([2.0, 2.03, 2.01], False, 0.05, "equal within 0.05"),
+        ([2.0, 2.03, 2.01], False, None, "inconclusive"),
+        ([1.7, 2.03, 2.3], False, 0.05, "inconclusive"),
+        ([2.002, 2.012, 2.0225], False, 0.05, "contradicted"),  # however small
+        ([2.0, 2.03, 2.01], True, 0.05, "equal within 0.05"),
+        ([2.002, 2.012, 2.0225], True, 0.05, "equal within 0.05"),  # an interval without 0 may be inside
+        ([1.0, 1.01, 1.02], True, 0.05, "contradicted"),
+        ([3.0, 3.01, 3.02], True, 0.05, "contradicted"),
+        ([1.7, 2.03, 2.3], True, 0.05, "inconclusive"),
     ],
 )
-def test_verdicts_of_a_direction(first, margin, verdict):
-    comparison = Comparison("us", LOSS._replace(margin=margin), "a", "b")
+def test_verdicts(first, equal, margin, verdict):
+    comparison = Comparison("us", LOSS._replace(margin=margin), "a", "b", equal=equal)
     assert comparison.judge(runs_of(a=first, b=[2.0, 2.01, 2.02])).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("first", "verdict"),
-    [
-        ([2.0, 2.03, 2.01], "equal within 0.05"),
-        ([2.002, 2.012, 2.0225], "equal within 0.05"),  # an interval without 0 may be inside
-        ([1.0, 1.01, 1.02], "contradicted"),
-        ([3.0, 3.01, 3.02], "contradicted"),
-        ([1.7, 2.03, 2.3], "inconclusive"),
-    ],
-)
-def test_verdicts_of_equality(first, verdict):
-    assert decide(first, [2.0, 2.01, 2.02], True, 0.05).verdict == verdict
 
 
 def test_the_interval_is_paired_over_common_seeds():
@@ -141,7 +132,13 @@ def test_criteria_are_worded_from_the_comparisons(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("positions-long", "9ec0abfd20e4ef2a"), ("time-to-learn", "823b8a39d9cf756d")]
+    ("name", "digest"),
+    [
+        ("equal-time", "94d3d861f956994b"),
+        ("paper-size", "9862ccb01ff04b37"),
+        ("positions-long", "9ec0abfd20e4ef2a"),
+        ("time-to-learn", "823b8a39d9cf756d"),
+    ],
 )
 def test_criteria_stay_as_they_were_when_the_runs_began(name, digest):
     assert load_study(name).digest() == digest

@@ -1,14 +1,12 @@
 """Studies of small tasks: their data, a run of each at a small size, reports, and verdicts."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from study_reports import report_of
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lsgpt.studies import load_study
@@ -95,48 +93,6 @@ def test_half_of_the_earlier_keys_are_hidden():
     batch = collate_with_hidden_keys([{"input_ids": row.tolist()} for row in ids])
     assert torch.equal(batch["attention_mask"], mask)
     assert batch["labels"][:, 0].tolist() == [-100] * 3
-
-
-def test_sparse_dependencies_run_and_go_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
-    study, runs = load_study("sparse-dependencies"), {}
-    shape = "{vocab_size: 300, hidden_size: 24, num_hidden_layers: 1, max_position_embeddings: 32, sliding_window: 4}"
-    options = {
-        "dataset_name": "text.txt",
-        "streaming": "false",
-        "max_eval_blocks": "2",
-        "block_size": "32",
-        "config_overrides": shape,
-        "max_steps": "4",
-        "warmup_steps": "1",
-        "max_logit_every_n_steps": "1",
-        "save_steps": "2",
-        "save_total_limit": "3",
-        "use_cpu": "true",
-    }
-    fields = [part for name, value in options.items() for part in (f"--{name}", value)]
-    study.prepare(tmp_path, ("mhsa", "mhsa-hidden"), fields)
-    for arm in ("mhsa", "mhsa-hidden"):
-        runs[arm] = [study.run(arm, 42, tmp_path, fields)]
-    assert runs["mhsa"][0]["eval_loss"] != runs["mhsa-hidden"][0]["eval_loss"]
-
-    # A run that goes on from a checkpoint hides what it would have hidden.
-    folder = tmp_path / "mhsa-hidden" / "seed-42"
-    (folder / "results.json").unlink()
-    (folder / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    again = study.run("mhsa-hidden", 42, tmp_path, fields)
-    assert again["step"] == 4
-    assert again["eval_loss"] == pytest.approx(runs["mhsa-hidden"][0]["eval_loss"], rel=1e-6)
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "checkpoint-4", folder / "checkpoint-4")
-    )
-    for first, second in zip(before.parameters(), after.parameters()):
-        assert torch.allclose(first, second, atol=1e-6)
-
-    text = report_of(study, runs, tmp_path / "report")
-    assert text.count("Verdict: **inconclusive**") == 1 and text.count("Verdict: **open**") == 2  # one seed
-    assert "| `mhsa-hidden` |" in text
 
 
 # Recall and copying
