@@ -1,14 +1,15 @@
-"""Plots of studies: the mean over seeds, and the seeds faintly behind it."""
+"""Plots of studies: the mean over seeds with its 95% interval, the seeds faintly behind it, labels at the lines."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
+from scipy import stats
 
 from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
 
@@ -48,8 +49,8 @@ def plot(
     log_y: bool = False,
 ) -> str:
     """
-    Draws curves, and the mean of the seeds of a label, where all have a value; on a logarithmic y-axis, the geometric
-    mean. Points that cannot be drawn are marked with crosses at the upper edge.
+    Draws curves, and the mean of the seeds of a label with its interval, where all have a value; on a logarithmic
+    y-axis, those of the logarithms. Points that cannot be drawn are marked with crosses at the upper edge.
 
     Args:
         path: The PNG file to write.
@@ -61,7 +62,12 @@ def plot(
     """
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    average = statistics.geometric_mean if log_y else statistics.fmean
+    to_scale, from_scale = (np.log, np.exp) if log_y else (np.asarray, np.asarray)
+    if log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(NUMBER)
+        axes.yaxis.set_minor_formatter(LogFormatter())
+    ends, bands = [], []
     for label, (color, style) in looks_of(curves).items():
         seeds = []
         for curve in curves[label]:
@@ -71,21 +77,34 @@ def plot(
             axes.plot(lost, [1.0] * len(lost), "x", color=color, transform=axes.get_xaxis_transform(), clip_on=False)
             seeds.append(shown)
         common = sorted(set.intersection(*map(set, seeds))) if seeds else []
-        means = [average([shown[x] for shown in seeds]) for x in common]
-        marker = "o" if len(common) < 20 else None
-        axes.plot(common, means, style, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
+        if not common:
+            continue
+        values = to_scale([[shown[x] for x in common] for shown in seeds])
+        means, marker = values.mean(0), "o" if len(common) < 20 else None
+        axes.plot(common, from_scale(means), style, color=color, linewidth=1.6, marker=marker, markersize=3)
+        ends.append((float(from_scale(means[-1])), label, color))
+        if len(seeds) > 1:
+            half = stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(values)
+            bands.append((common, from_scale(means - half), from_scale(means + half), color))
+    limits = axes.get_ylim()  # those of the runs: intervals of two seeds may reach far beyond them
+    for x, low, high, color in bands:
+        axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
+    axes.set_ylim(limits)
     if log_x:
         axes.set_xscale("log")
         axes.set_xticks(sorted({x for of_label in curves.values() for curve in of_label for x, _ in curve}))
         axes.xaxis.set_major_formatter(NUMBER)
         axes.xaxis.set_minor_locator(NullLocator())
-    if log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(NUMBER)
-        axes.yaxis.set_minor_formatter(LogFormatter())
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside right upper", fontsize=8)
+    # Labels stand beside the ends of their lines, moved apart where they would overlap.
+    ends.sort()
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    places = np.array([to_axes((0.0, y))[1] for y, _, _ in ends])
+    offsets = 0.05 * np.arange(len(ends))
+    places = np.minimum(np.maximum.accumulate(places - offsets) + offsets, 1.0 - offsets[::-1])
+    for place, (_, label, color) in zip(places, ends):
+        axes.text(1.01, place, label, color=color, transform=axes.transAxes, fontsize=8, va="center")
     figure.savefig(path, dpi=150)
     return f"![{ylabel} over {xlabel}]({path.name})"
