@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument(
         "--heads", type=Path, help="JSON file with the global key/value heads of each layer, for DuoAttention"
     )
-    parser.add_argument("--window", type=int, default=221, help="window of DuoAttention; default: %(default)s")
+    parser.add_argument("--window", type=int, default=910, help="window of DuoAttention; default: %(default)s")
     parser.add_argument("--output", type=Path, default=OUTPUT / "cache_methods.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 

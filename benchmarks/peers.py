@@ -27,11 +27,11 @@ from lsgpt.modeling_lsgpt import (
     LOCAL,
     LSGPTAttention,
     LSGPTConfig,
+    attention_layers,
     create_masks,
     describe_visibility,
 )
 from lsgpt.modeling_lsgpt.modeling_lsgpt import NO_SINK
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
 
 
 FAMILIES = {

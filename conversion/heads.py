@@ -167,8 +167,8 @@ def measure_changes(
     """
     Measures how much the output of each head changes when it becomes local, with the sinks that change it least.
 
-    The forward passes are those of the unchanged model. In addition, each layer's attention is computed over all keys
-    and over the window, for `QUERIES_AT_ONCE` queries at a time.
+    The forward passes are those of the unchanged model. In addition, each layer's attention is computed over the
+    window, for `QUERIES_AT_ONCE` queries at a time.
 
     Args:
         model: A model whose heads are all global.
@@ -275,7 +275,8 @@ def _collect(
         attend = layer.attend
 
         def measure_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-            length = key.shape[2]
+            result, length = attend(query, key, value, *args, **kwargs), key.shape[2]
+            outputs = result[0][0].transpose(0, 1)  # `(H, n, D)`
             if of_layer.logits is None:
                 _, lse = _attend(layer, query, key, value, max(length - QUERIES_AT_ONCE, 0), length, window)
                 of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
@@ -283,13 +284,13 @@ def _collect(
             for part in weights.to(key.device, torch.float64).split(QUERIES_AT_ONCE):
                 stop, is_full = start + len(part), max(window - 1 - start, 0)
                 if part.any():
-                    full, _ = _attend(layer, query, key, value, start, stop)
+                    full = outputs[:, start:stop].to(torch.promote_types(outputs.dtype, torch.float32))
                     of_layer.outputs += torch.einsum("htd,t->", full.double().square(), part).item()
                     if is_full < len(part):
                         local, lse = _attend(layer, query, key, value, start + is_full, stop, window)
                         of_layer.add(full[:, is_full:], local, lse, part[is_full:])
                 start = stop
-            return attend(query, key, value, *args, **kwargs)
+            return result
 
         return measure_and_attend
 
@@ -311,13 +312,13 @@ def _attend(
     value: torch.Tensor,
     start: int,
     stop: int,
-    window: int | None = None,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes the attention of the queries from `start` to `stop` over all keys or over those in a window. Returns the
+    Computes the attention of the queries from `start` to `stop` over the keys in a window. Returns the
     outputs `(H, T, D)` and the log-sum-exp of the logits `(H, T)`, in float32 or better.
     """
-    begin = 0 if window is None else max(start - window + 1, 0)
+    begin = max(start - window + 1, 0)
     dtype = torch.promote_types(query.dtype, torch.float32)
     query = query[0, :, start:stop].unflatten(0, (-1, layer.num_key_value_groups)).to(dtype)
     key, value = (x[0, :, None, begin:stop].to(dtype) for x in (key, value))

@@ -30,7 +30,7 @@ convert(options.model, converted, text=options.text, cache_share=options.cache_s
 print(f"{converted / 'report.md'} shows which heads stayed global, and what that costs.")
 
 config = AutoModelForCausalLM.from_pretrained(converted).config
-length = min(512, config.max_position_embeddings)
+length = min(4096, config.max_position_embeddings)
 fields = {
     "model_name_or_path": converted,
     "teacher": options.model,
@@ -44,9 +44,10 @@ run(parse_arguments("heal", [f"--{name}={value}" for name, value in fields.items
 
 tokenizer = AutoTokenizer.from_pretrained(converted)
 blocks = read_blocks(options.text, tokenizer, length, options.blocks)[1]  # none of them chose the heads
-saved = config.kv_cache_bytes(8192) / config.equal_mhsa().kv_cache_bytes(8192)
+context = min(8192, config.max_position_embeddings)
+saved = config.kv_cache_bytes(context) / config.equal_mhsa().kv_cache_bytes(context)
 models = {"original": load_pretrained(options.model), "converted": converted, "healed": healed}
 for name, model in models.items():
     model = model if name == "original" else AutoModelForCausalLM.from_pretrained(model)
     cache = 1.0 if name == "original" else saved
-    print(f"{name:<12}perplexity {perplexity(model, blocks):8.2f}   KV cache at 8,192 tokens {cache:6.1%}")
+    print(f"{name:<12}perplexity {perplexity(model, blocks):8.2f}   KV cache at {context:,} tokens {cache:6.1%}")

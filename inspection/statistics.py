@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lsgpt.modeling_lsgpt import attention_layers
 from lsgpt.modeling_lsgpt.configuration_lsgpt import LOCAL
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import HIDDEN
+from lsgpt.modeling_lsgpt.visibility_lsgpt import HIDDEN
 from lsgpt.telemetry import causal_attention_layers
 
 

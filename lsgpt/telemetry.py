@@ -1,8 +1,8 @@
 """Measures the largest attention logit of each head, in LSGPT and in other decoders of Transformers.
 
-LSGPT's layers measure their own logits while their `max_logits` is set. The layers of other models look up their
-attention function in Transformers in every forward pass. During a measurement, this function is wrapped: the wrapper
-computes the maxima from the queries and keys, and then makes the original call unchanged.
+In LSGPT's layers, the method `split_heads` is replaced during a measurement. The layers of other models look up their
+attention function in Transformers in every forward pass; there, this function is wrapped. Both compute the maxima from
+the queries and keys, and then make the original call unchanged. `max_logits` of a measured layer holds the maxima.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -13,14 +13,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import HIDDEN, attention_layers, max_logits
-from lsgpt.modeling_lsgpt.visibility_lsgpt import Visibility, find_documents
+from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt.attention_lsgpt import ALL_HEADS, AttentionMasks
+from lsgpt.modeling_lsgpt.visibility_lsgpt import HIDDEN, Visibility, find_documents
+
+from .logits import max_logits
 
 
 class MaxLogits:
@@ -56,9 +61,11 @@ class MaxLogits:
         """Starts to measure, discarding earlier maxima."""
         self.stop()
         for layer in self.layers:
-            # In other models, the first call shows the number of heads; a layer that is never called is left out.
-            unmeasured = torch.tensor([-math.inf])
-            layer.max_logits = torch.zeros(layer.config.num_attention_heads) if self.is_lsgpt else unmeasured
+            if self.is_lsgpt:
+                layer.max_logits = torch.zeros(layer.config.num_attention_heads)
+                layer.split_heads = MethodType(split_and_measure, layer)
+            else:  # the first call shows the number of heads; a layer that is never called is left out
+                layer.max_logits = torch.tensor([-math.inf])
         if not self.is_lsgpt:
             StandIn.enter(self.layers)
             # Runs once: in `stop`, or when this object is garbage-collected because an exception ended the training.
@@ -69,6 +76,7 @@ class MaxLogits:
         self._step_aside()
         for layer in self.layers:
             layer.max_logits = None
+            vars(layer).pop("split_heads", None)
 
     def read(self) -> torch.Tensor:
         """
@@ -132,6 +140,16 @@ def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
         return recorder.read()
     finally:
         recorder.stop()
+
+
+def split_and_measure(layer: Any, query, key, value, attention_mask: AttentionMasks, *args) -> list[tuple]:
+    """`LSGPTAttention.split_heads`, which also updates `max_logits`. A fused kernel does it itself, on the way."""
+    calls = type(layer).split_heads(layer, query, key, value, attention_mask, *args)
+    if ALL_HEADS not in attention_mask.masks:
+        seen = attention_mask.visibility
+        maxima = torch.cat([max_logits(query, key, layer.scaling, seen[heads.kind]) for heads, query, key, _ in calls])
+        layer.max_logits = torch.maximum(layer.max_logits.to(maxima.device), maxima)
+    return calls
 
 
 def causal_attention_layers(model: nn.Module) -> list[nn.Module]:

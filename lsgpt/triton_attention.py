@@ -72,7 +72,8 @@ def triton_attention_forward(
     if has_all_heads:
         num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
     # After other tokens, there is a call for each kind of head, and the layer has measured already.
-    measure = has_all_heads and module.max_logits is not None and query.shape[2] == key.shape[2]
+    is_measured = getattr(module, "max_logits", None) is not None
+    measure = is_measured and has_all_heads and query.shape[2] == key.shape[2]
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, they may have a higher precision
     spans: Any = attention_mask
     output, maxima = fused_attention_forward(

@@ -19,9 +19,9 @@ from .modeling_lsgpt import (
     LSGPTForTokenClassification,
     LSGPTModel,
     LSGPTPreTrainedModel,
+    attention_layers,
     eager_attention_forward,
 )
-from .telemetry_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, describe_visibility
 
 

@@ -1,8 +1,7 @@
 """The attention functions and mask functions that LSGPT has instead of, or besides, those of Transformers.
 
 `ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS` are Transformers' tables of these names, with local
-entries for what is faster with windows, needs sinks, or would silently ignore something. Without a local entry, LSGPT
-computes the same with the function of Transformers. A function that is registered with Transformers'
+entries for what is faster with windows, needs sinks, or would silently ignore something. Whatever is registered with
 `AttentionInterface` works here, too; without a mask function of its own, it gets dense boolean masks.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
@@ -58,7 +57,16 @@ ALL_HEADS = "all_heads"
 """
 Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
 attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
-call gets the window of the kind that has one, and itself updates the layer's `max_logits` if they are measured.
+call gets the window of the kind that has one. Where logits are measured, it has to do this, too.
+"""
+
+MASKED_PAIRS = 1 << 18
+"""From this many pairs of queries and keys on, `sdpa` computes what follows a past without a mask."""
+
+NARROW, FILLED = 12, 16
+"""
+Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
+with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
 """
 
 
@@ -90,10 +98,7 @@ class AttentionMasks:
 
 
 def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionMasks:
-    """
-    Creates the masks of a forward pass. Raises `ValueError`, with a remedy, for what the configured attention function
-    does not support.
-    """
+    """Creates the masks of a forward pass. Raises `ValueError` for what the attention function does not support."""
     name = config._attn_implementation
     has_sinks = any(v.has_sinks for v in visibility.values())
     if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(ALL_ATTENTION_FUNCTIONS.get(name)):
@@ -155,10 +160,7 @@ def create_attention_masks(
 
 
 def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
-    """
-    The dense mask `(B, 1, T, S)`, boolean or additive. It is also the mask of `eager`, which would otherwise give
-    tokens that see nothing (padding) an attention weight.
-    """
+    """The dense mask `(B, 1, T, S)`, also for `eager`: with Transformers' mask, padding would have weights."""
     return mask_function.dense()
 
 
@@ -166,9 +168,6 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 def _takes_sinks(attend: Callable | None) -> bool:
     # `eager` is not in the table. A function that takes any keyword may ignore the sinks.
     return attend is None or "s_aux" in inspect.signature(attend).parameters
-
-
-# --- sdpa: local heads in blocks, at linear cost, and sinks ----------------------------------------------------------
 
 
 class Past(NamedTuple):
@@ -198,17 +197,6 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     return v.dense()
 
 
-MASKED_PAIRS = 1 << 18
-"""From this many pairs of queries and keys on, what follows a past is computed without a mask, in two calls."""
-
-
-NARROW, FILLED = 12, 16
-"""
-Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
-with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
-"""
-
-
 def windowed_sdpa_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -235,9 +223,6 @@ def windowed_sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output[..., :head_dim], None
-
-
-# --- flash_attention_2, _3, _4: what Transformers would silently ignore is refused -----------------------------------
 
 
 class Documents(NamedTuple):
@@ -300,9 +285,8 @@ def checked_flash_attention_forward(
         for side in ("q", "k"):
             kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask
         attention_mask = None
-    return AttentionInterface()[name](  # that of Transformers
-        module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs
-    )
+    attend = AttentionInterface()[name]  # that of Transformers
+    return attend(module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs)
 
 
 @lru_cache
@@ -310,9 +294,6 @@ def _flash_takes(name: str, *arguments: str) -> bool:
     """Whether the functions of a FlashAttention have one of the arguments."""
     _, varlen_function, *_ = lazy_import_flash_attention(name)[0]
     return not inspect.signature(varlen_function).parameters.keys().isdisjoint(arguments)
-
-
-# --- flex_attention: sinks, and no compilation on the CPU ------------------------------------------------------------
 
 
 def flex_mask(mask_function: Visibility, config: LSGPTConfig, **kwargs) -> BlockMask | torch.Tensor | None:

@@ -83,23 +83,13 @@ class GrowingLayer(DynamicLayer):
         self.buffers = None
 
 
-def make_room(cache: Cache):
-    """Replaces the empty layers of a dynamic cache by layers that grow in place."""
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and not layer.is_initialized:
-            cache.layers[i] = GrowingLayer()
-
-
-def check_cache(config: LSGPTConfig, cache: Cache):
-    """Raises `ValueError` if a cache is none, or is one of another model."""
+def prepare_cache(config: LSGPTConfig, cache: Cache):
+    """Makes empty layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
     if not isinstance(cache, Cache):
-        raise ValueError(
-            "`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got "
-            f"{type(cache).__name__}"
-        )
-    kinds = [group for groups in config.head_groups for group in groups.items()]
+        got = type(cache).__name__
+        raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
     group_size = config.num_attention_heads // config.num_key_value_heads
-    for layer_idx, ((kind, num_heads), layer) in enumerate(zip(kinds, cache.layers)):
+    for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
         window = getattr(layer, "sliding_window", None)
         if window is not None and window < (config.window(kind) or window):
             raise ValueError(
@@ -112,3 +102,5 @@ def check_cache(config: LSGPTConfig, cache: Cache):
                 f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
                 "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
             )
+        if type(layer) is DynamicLayer and not layer.is_initialized:
+            cache.layers[layer_idx] = GrowingLayer()

@@ -45,15 +45,20 @@ class HeadKind(NamedTuple):
 HEAD_KINDS = {GLOBAL: HeadKind(GLOBAL), LOCAL: HeadKind(LOCAL, has_window=True, has_sinks=True)}
 """The kinds of heads by name. `docs/attention.md` adds a third."""
 
-POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal", "rope", "none")
-
-NORM_TYPES = ("layer_norm", "rms_norm", "rms_norm_after", "rms_norm_around")
-
 FULL_WINDOW = "full_window"
 """The value of `attention_sinks` for sinks that only queries with a full window see."""
 
 PARTS_WITH_BIAS = ("qkv_proj", "o_proj", "mlp", "norm")
 """Parts that `use_bias` can list: query, key and value projections; attention output projection; MLPs; layer norms."""
+
+CHOICES = {
+    "attention_sinks": (False, True, FULL_WINDOW),
+    "hidden_act": ACT2FN,
+    "position_embedding_type": ("learned", "sinusoidal", "rope", "none"),
+    "norm_type": ("layer_norm", "rms_norm", "rms_norm_after", "rms_norm_around"),
+    "qk_norm": (False, True, "all_heads"),
+}
+"""The values of fields that have only a few."""
 
 # Where the Auto classes find the code inside a checkpoint, whichever of the four models was saved.
 AUTO_MAP = {
@@ -207,8 +212,7 @@ class LSGPTConfig(PreTrainedConfig):
         for name in ("rope_theta", "rope_scaling"):
             if kwargs.get(name) is not None and self.position_embedding_type != "rope":
                 raise ValueError(
-                    f'`{name}` must be unset unless `position_embedding_type` is "rope"; got {kwargs[name]!r} with '
-                    f"{self.position_embedding_type!r}"
+                    f'`{name}` must be unset without `position_embedding_type="rope"`; got {kwargs[name]!r}'
                 )
         if kwargs.pop("per_layer_config", None) is not None:
             raise ValueError("`per_layer_config` must be unset, because `num_global_heads` determines it")
@@ -227,116 +231,78 @@ class LSGPTConfig(PreTrainedConfig):
         self.validate_architecture()  # again: Transformers has moved arguments such as `rope_theta` into fields
 
     def validate_architecture(self):
-        """
-        Checks the values and their combination. Runs on construction, when a model is built, and on save.
+        """Raises `ValueError` for invalid values and combinations: on construction, when a model is built, on save."""
 
-        Raises:
-            ValueError: If a value or a combination of values is invalid.
-        """
+        def refuse(field: str, rule: str):
+            raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
 
-        def require(condition: bool, field: str, rule: str):
-            if not condition:
-                raise ValueError(f"`{field}` must be {rule}; got {getattr(self, field)!r}")
+        counts = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"
+        for field in (*counts, "vocab_size", "hidden_size", "head_dim", "intermediate_size"):
+            if (getattr(self, field) or 0) <= 0:
+                refuse(field, "a positive integer")
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                refuse(field, f"one of {', '.join(map(str, choices))}")
+        for field in ("attention_dropout", "resid_dropout", "embd_dropout"):
+            if not 0 <= getattr(self, field) < 1:
+                refuse(field, "a probability in [0, 1)")
+        for field in ("layer_norm_eps", "initializer_range"):
+            if not 0 < getattr(self, field) < math.inf:
+                refuse(field, "positive and finite")
+        for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(self, field) is not None and not 0 < getattr(self, field) < math.inf:
+                refuse(field, "positive and finite, or None for no soft-capping")
+        if self.sliding_window < 2:
+            refuse("sliding_window", "at least 2 (the number of keys a local query sees)")
 
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position_embeddings",
-        ):
-            require((getattr(self, field) or 0) > 0, field, "a positive integer")
-        heads, groups = self.num_attention_heads, self.num_attention_heads // self.num_key_value_heads
-        require(
-            heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            f"a divisor of `num_attention_heads` ({heads})",
-        )
-        require(
-            not isinstance(self.num_global_heads, list) or len(self.num_global_heads) == self.num_hidden_layers,
-            "num_global_heads",
-            f"one number, or a list with one number for each of the {self.num_hidden_layers} layers",
-        )
-        require(
-            all(0 <= count <= heads for count in self.num_global_heads_per_layer),
-            "num_global_heads",
-            f"between 0 (all local) and `num_attention_heads` ({heads}, all global)",
-        )
-        require(
-            all(count % groups == 0 for count in self.num_global_heads_per_layer),
-            "num_global_heads",
-            f"a multiple of the {groups} query heads that share a key/value head "
-            "(`num_attention_heads // num_key_value_heads`)",
-        )
-        require(self.sliding_window >= 2, "sliding_window", "at least 2 (the number of keys a local query sees)")
-        require(
-            self.attention_sinks in (False, True, FULL_WINDOW), "attention_sinks", f'True, False or "{FULL_WINDOW}"'
-        )
-        require(self.hidden_act in ACT2FN, "hidden_act", f"one of {', '.join(sorted(ACT2FN))}")
-        require(self.norm_type in NORM_TYPES, "norm_type", f"one of {', '.join(NORM_TYPES)}")
+        heads, layers, global_heads = self.num_attention_heads, self.num_hidden_layers, self.num_global_heads
+        if heads % self.num_key_value_heads:
+            refuse("num_key_value_heads", f"a divisor of `num_attention_heads` ({heads})")
+        if isinstance(global_heads, list) and len(global_heads) != layers:
+            refuse("num_global_heads", f"one number, or a list with one number for each of the {layers} layers")
+        global_heads, groups = self.num_global_heads_per_layer, heads // self.num_key_value_heads
+        if min(global_heads) < 0 or max(global_heads) > heads:
+            refuse("num_global_heads", f"between 0 (all local) and `num_attention_heads` ({heads}, all global)")
+        if any(count % groups for count in global_heads):
+            rule = f"a multiple of the {groups} query heads that share a key/value head"
+            refuse("num_global_heads", f"{rule} (`num_attention_heads // num_key_value_heads`)")
+
         parts = self.use_bias if isinstance(self.use_bias, list) else []
-        require(
-            set(parts) <= set(PARTS_WITH_BIAS),
-            "use_bias",
-            f"True, False, or a list of the parts that have biases, of {', '.join(PARTS_WITH_BIAS)}",
-        )
-        require(
-            self.norm_type == "layer_norm" or "norm" not in parts,
-            "use_bias",
-            'without "norm", because an RMSNorm (`norm_type="rms_norm"`) has no bias',
-        )
-        require(self.qk_norm in (True, False, "all_heads"), "qk_norm", 'True, False or "all_heads"')
-        require(
-            self.position_embedding_type in POSITION_EMBEDDING_TYPES,
-            "position_embedding_type",
-            f"one of {', '.join(POSITION_EMBEDDING_TYPES)}",
-        )
+        if not set(parts) <= set(PARTS_WITH_BIAS):
+            known = ", ".join(PARTS_WITH_BIAS)
+            refuse("use_bias", f"True, False, or a list of the parts that have biases, of {known}")
+        if "norm" in parts and self.norm_type != "layer_norm":
+            refuse("use_bias", 'without "norm", because an RMSNorm (`norm_type="rms_norm"`) has no bias')
+
+        if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
+            refuse("hidden_size", 'even with `position_embedding_type="sinusoidal"`')
         if self.position_embedding_type == "rope":
-            require(self.head_dim % 2 == 0, "head_dim", 'even with `position_embedding_type="rope"`')
-            rope, rope_types = self.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
-            require(rope is not None, "rope_parameters", 'a dictionary with `position_embedding_type="rope"`')
-            has_both = min(self.num_global_heads_per_layer) == 0 < max(self.num_global_heads_per_layer)
-            require(
-                not rope.keys() & {GLOBAL, LOCAL} or (rope.keys() == {GLOBAL, LOCAL} and has_both),
+            self._validate_rope_parameters(refuse)
+        elif self.rope_parameters:
+            refuse("rope_parameters", 'unset without `position_embedding_type="rope"`')
+
+    def _validate_rope_parameters(self, refuse: Callable[[str, str], None]):
+        rope, rope_types = self.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
+        if self.head_dim % 2:
+            refuse("head_dim", 'even with `position_embedding_type="rope"`')
+        if rope is None:
+            refuse("rope_parameters", 'a dictionary with `position_embedding_type="rope"`')
+        has_both = min(self.num_global_heads_per_layer) == 0 < max(self.num_global_heads_per_layer)
+        if rope.keys() & {GLOBAL, LOCAL} and not (rope.keys() == {GLOBAL, LOCAL} and has_both):
+            refuse(
                 "rope_parameters",
                 f"one set of parameters, or one each for {GLOBAL!r} (layers with global heads) and {LOCAL!r} (layers "
                 f"without), if there are both; `num_global_heads` is {self.num_global_heads}",
             )
-            for kind in (GLOBAL, LOCAL):
-                rope = self.rope_parameters.get(kind, self.rope_parameters)
-                for name in ("rope_theta", "factor"):
-                    value = rope.get(name, 1.0)
-                    require(
-                        isinstance(value, (int, float)) and 0 < value < math.inf,
-                        "rope_parameters",
-                        f"a dictionary whose `{name}` is a positive number",
-                    )
-                require(
-                    rope.get("rope_type", "default") in rope_types,
-                    "rope_parameters",
-                    f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}",
-                )
-                require(
-                    rope.get("partial_rotary_factor", 1.0) == 1.0,
-                    "rope_parameters",
-                    "without `partial_rotary_factor`: LSGPT rotates whole heads",
-                )
-        elif self.position_embedding_type == "sinusoidal":
-            require(self.hidden_size % 2 == 0, "hidden_size", 'even with `position_embedding_type="sinusoidal"`')
-        if self.position_embedding_type != "rope":
-            require(not self.rope_parameters, "rope_parameters", 'unset without `position_embedding_type="rope"`')
-        for field in ("attn_logit_softcapping", "final_logit_softcapping"):
-            softcap = getattr(self, field)
-            require(
-                softcap is None or 0 < softcap < math.inf, field, "positive and finite, or None for no soft-capping"
-            )
-        for field in ("attention_dropout", "resid_dropout", "embd_dropout"):
-            require(0 <= getattr(self, field) < 1, field, "a probability in [0, 1)")
-        for field in ("layer_norm_eps", "initializer_range"):
-            require(0 < getattr(self, field) < math.inf, field, "positive and finite")
+        for each in (rope.get(GLOBAL, rope), rope.get(LOCAL, rope)):
+            for name in ("rope_theta", "factor"):
+                value = each.get(name, 1.0)
+                if not (isinstance(value, int | float) and 0 < value < math.inf):
+                    refuse("rope_parameters", f"a dictionary whose `{name}` is a positive number")
+            if each.get("rope_type", "default") not in rope_types:
+                refuse("rope_parameters", f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}")
+            if each.get("partial_rotary_factor", 1.0) != 1.0:
+                refuse("rope_parameters", "without `partial_rotary_factor`: LSGPT rotates whole heads")
 
     def validate_layer_type(self):
         """Does nothing: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""
@@ -357,23 +323,28 @@ class LSGPTConfig(PreTrainedConfig):
         ]
 
     @property
+    def cache_layers(self) -> list[tuple[str, int]]:
+        """
+        Kind and number of query heads of every *cache layer*, in order. A decoder layer owns one cache layer for each
+        kind of head that it has, so Transformers' own caches keep a window for local heads and everything for global
+        heads.
+        """
+        return [group for groups in self.head_groups for group in groups.items()]
+
+    @property
     def layer_types(self) -> list[str]:
-        """
-        The kind of every *cache layer*, in order. A decoder layer owns one cache layer for each kind of head that it
-        has, so Transformers' own caches keep a window for local heads and everything for global heads.
-        """
-        return [HEAD_KINDS[kind].layer_type for groups in self.head_groups for kind in groups]
+        """Transformers' type of every cache layer."""
+        return [HEAD_KINDS[kind].layer_type for kind, _ in self.cache_layers]
 
     @property
     def per_layer_config(self) -> list["LSGPTConfig"]:
         """One shallow copy of this configuration per cache layer, with that layer's head counts."""
         views = []
-        for groups in self.head_groups:
-            for num_heads in groups.values():
-                view = copy.copy(self)
-                view.num_key_value_heads = num_heads * self.num_key_value_heads // self.num_attention_heads
-                view.num_attention_heads = num_heads
-                views.append(view)
+        for _, num_heads in self.cache_layers:
+            view = copy.copy(self)
+            view.num_key_value_heads = num_heads * self.num_key_value_heads // self.num_attention_heads
+            view.num_attention_heads = num_heads
+            views.append(view)
         return views
 
     def window(self, kind: str) -> int | None:
@@ -422,9 +393,7 @@ class LSGPTConfig(PreTrainedConfig):
         if self.position_embedding_type == "learned":
             outside += self.max_position_embeddings * d
         if self.attention_sinks:
-            outside += sum(
-                n for groups in self.head_groups for kind, n in groups.items() if HEAD_KINDS[kind].has_sinks
-            )
+            outside += sum(num_heads for kind, num_heads in self.cache_layers if HEAD_KINDS[kind].has_sinks)
         return layers * per_layer + outside
 
     def flops_per_token(self, length: int) -> float:
@@ -438,10 +407,10 @@ class LSGPTConfig(PreTrainedConfig):
         `W - W * (W - 1) / (2 * n)`. Masked-out pairs, softmax and norms are not counted. The backward pass takes
         twice as many operations.
         """
-        windows = {kind: min(self.window(kind) or length, length) for groups in self.head_groups for kind in groups}
+        windows = {kind: min(self.window(kind) or length, length) for kind, _ in self.cache_layers}
         visible_keys = {kind: w - w * (w - 1) / (2 * length) for kind, w in windows.items()}
         matrices = self.num_hidden_layers * self._matrix_parameters_per_layer() + self.vocab_size * self.hidden_size
-        attended = sum(heads * visible_keys[kind] for groups in self.head_groups for kind, heads in groups.items())
+        attended = sum(num_heads * visible_keys[kind] for kind, num_heads in self.cache_layers)
         return 2 * matrices + 4 * self.head_dim * attended
 
     def kv_cache_bytes(self, length: int, bytes_per_value: int = 2) -> int:
@@ -453,8 +422,7 @@ class LSGPTConfig(PreTrainedConfig):
         this is a fraction of `(G * n + (H - G) * W) / (H * n)`. `bytes_per_value` is 2 for bfloat16, 4 for float32.
         """
         groups = self.num_attention_heads // self.num_key_value_heads
-        kinds = [(kind, n // groups) for heads in self.head_groups for kind, n in heads.items()]
-        stored = sum(kv_heads * min(self.window(kind) or length, length) for kind, kv_heads in kinds)
+        stored = sum(n // groups * min(self.window(kind) or length, length) for kind, n in self.cache_layers)
         return 2 * self.head_dim * stored * bytes_per_value
 
     def _matrix_parameters_per_layer(self) -> int:

@@ -28,7 +28,7 @@ from transformers import Cache
 
 from .attention_lsgpt import AttentionMasks
 from .configuration_lsgpt import LSGPTConfig
-from .telemetry_lsgpt import attention_layers
+from .modeling_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, describe_visibility
 
 

@@ -1,12 +1,13 @@
 """What PyTorch's `scaled_dot_product_attention` lacks: windows at linear cost, sinks, and a past without a mask.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W window, N blocks, C queries in
-a block.
+a block. `scaling` is the factor of the dot products, `dropout` the probability of dropping an attention weight.
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from .visibility_lsgpt import Visibility
@@ -21,10 +22,8 @@ copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and
 
 def blocked_mask(visibility: Visibility) -> torch.Tensor:
     """
-    The mask between blocks of C queries and the C + W - 1 keys that their windows reach.
-
-    Returns:
-        `(B or 1, N, 1, C, C + W - 1)`, True where a query may attend, for `blocked_attention_forward`.
+    The mask between blocks of C queries and the C + W - 1 keys that their windows reach, True where a query may
+    attend: `(B or 1, N, 1, C, C + W - 1)`, for `blocked_attention_forward`.
     """
     window, q_offset, device = visibility.window, visibility.q_offset, visibility.device
     block_length = max(MIN_BLOCK_LENGTH, window // 2)
@@ -60,8 +59,6 @@ def blocked_attention_forward(
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query. Keys that no query's window reaches may be missing.
         blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
         sinks (`(H,)` or `(B or 1, H, T)`, *optional*): One extra logit per head in the softmax's denominator.
 
     Returns:
@@ -148,8 +145,6 @@ def sink_attention_forward(
         mask (`(B or 1, 1, T, S)`): Boolean, True where a query may attend, or additive; `None` if every query sees
             every key.
         sinks (`(H,)` or `(B or 1, H, T)`): One extra logit per head in the softmax's denominator.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -236,15 +231,13 @@ def past_attention_forward(
     """
     Causal attention of a part of a sequence over its past and itself, in memory O(T + S).
 
-    For PyTorch's function, this needs a mask of T x S. Without one, there are two calls, for the past, of which every
-    query sees everything, and for the part itself, which is causal; each query's shares of the two are known from the
-    log-sum-exp of its logits. Where no operator returns it, or with dropout, the mask is made after all.
+    PyTorch's kernels for GPUs can do it. On the CPU, they would need a mask of T x S. There are two calls instead, for
+    the past, of which every query sees everything, and for the part itself, which is causal; each query's shares of
+    the two are known from the log-sum-exp of its logits. With dropout, the mask is made after all.
 
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query, and S > T.
-        scaling: Factor of the dot products.
-        dropout: Probability of dropping an attention weight.
 
     Returns:
         Outputs `(B, T, H, D)`.
@@ -253,14 +246,9 @@ def past_attention_forward(
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    is_possible = device == "cpu"
-    if device == "cuda":
-        arguments = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, False, False)
-        is_possible = torch.backends.cuda.can_use_flash_attention(arguments)
-    if is_possible and not dropout:
+    if device == "cpu" and not dropout:
         return _PastAttention.apply(query, key, value, scaling)[0].transpose(1, 2)
-    length, past = query.shape[2], key.shape[2] - query.shape[2]
-    mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+    mask = causal_lower_right(query.shape[2], key.shape[2])
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.transpose(1, 2)
 
@@ -268,19 +256,17 @@ def past_attention_forward(
 class _PastAttention(torch.autograd.Function):
     """
     `past_attention_forward` for equally many query and key heads, with the operators that
-    `scaled_dot_product_attention` itself calls. Given the joint outputs and log-sum-exp, their backward operators use
-    the actual weights, so the gradients of the two calls only need to be added.
+    `scaled_dot_product_attention` itself calls on the CPU. Given the joint outputs and log-sum-exp, the backward
+    operator uses the actual weights, so the gradients of the two calls only need to be added.
     """
 
     @staticmethod
     def forward(query, key, value, scaling: float):
-        past = key.shape[2] - query.shape[2]
-        outputs, lses = zip(
-            _attend(query, key[:, :, :past], value[:, :, :past], False, scaling),
-            _attend(query, key[:, :, past:], value[:, :, past:], True, scaling),
-        )
-        lse = torch.logaddexp(*lses)
-        output = sum(part * (each - lse).exp()[..., None] for part, each in zip(outputs, lses))
+        attend, past = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, key.shape[2] - query.shape[2]
+        before = attend(query, key[:, :, :past], value[:, :, :past], 0.0, False, scale=scaling)
+        own = attend(query, key[:, :, past:], value[:, :, past:], 0.0, True, scale=scaling)
+        lse = torch.logaddexp(before[1], own[1])
+        output = sum(part * (part_lse - lse).exp()[..., None] for part, part_lse in (before, own))
         return output.to(query.dtype), lse
 
     @staticmethod
@@ -293,32 +279,11 @@ class _PastAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient, _):
         query, key, value, output, lse = ctx.saved_tensors
-        past = key.shape[2] - query.shape[2]
-        results = [
-            _attend_backward(gradient, query, key[:, :, part], value[:, :, part], output, lse, is_causal, ctx.scaling)
-            for part, is_causal in ((slice(past), False), (slice(past, None), True))
-        ]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        past, results = key.shape[2] - query.shape[2], []
+        for part, is_causal in ((slice(past), False), (slice(past, None), True)):
+            tensors = gradient, query, key[:, :, part], value[:, :, part], output, lse
+            results.append(backward(*tensors, 0.0, is_causal, scale=ctx.scaling))
         (before, *past_gradients), (own, *own_gradients) = results
         sums = (torch.cat(parts, dim=2) for parts in zip(past_gradients, own_gradients))
         return (before.to(lse.dtype) + own).to(query.dtype), *sums, None
-
-
-def _attend(query, key, value, is_causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs `(B, H, T, D)` and log-sum-exp `(B, H, T)` of attention without a mask."""
-    if query.device.type == "cpu":
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    else:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention
-    return attend(query, key, value, 0.0, is_causal, scale=scaling)[:2]
-
-
-def _attend_backward(gradient, query, key, value, output, lse, is_causal: bool, scaling: float):
-    """Gradients of queries, keys and values, given outputs and log-sum-exp over these and other keys."""
-    tensors = gradient, query, key, value, output, lse
-    if query.device.type == "cpu":
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(*tensors, 0.0, is_causal, scale=scaling)
-    lengths = None, None, query.shape[2], key.shape[2]
-    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout, which there is none of
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    return backward(*tensors, *lengths, 0.0, is_causal, seed, seed[:0], scale=scaling)

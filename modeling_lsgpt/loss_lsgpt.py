@@ -4,6 +4,7 @@ Shapes: N tokens of the batch, d `hidden_size`, V `vocab_size`.
 """
 
 import math
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -56,19 +57,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         z_loss: float = 0.0,
     ) -> torch.Tensor:
         """
-        Args:
-            ctx: The autograd context.
-            hidden_states (`(N, d)`): Inputs of the output projection.
-            weight (`(V, d)`): Matrix of the output projection.
-            targets (`(N,)`): Token ids to predict.
-            ignore_index: The target that marks tokens to leave out.
-            teacher_logits (`(N, V)`, *optional*): Logits of the distributions to learn instead of the targets, which
-                then only mark the tokens to leave out.
-            label_smoothing: Share of the target that all tokens of the vocabulary get alike; not used with a teacher.
-            z_loss: Weight of the z-loss.
-
-        Returns:
-            The summed loss `()`, in float32 or float64.
+        Takes hidden states `(N, d)`, the weight `(V, d)`, targets `(N,)`, logits of a teacher `(N, V)` and settings of
+        `causal_lm_loss`. Returns the summed loss `()` in float32 or float64.
         """
         needs_states, needs_weight = ctx.needs_input_grad[:2]
         device, dtype = hidden_states.device.type, hidden_states.dtype
@@ -79,11 +69,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = hidden_states.new_zeros((), dtype=sum_dtype)
         states_gradients = []
         weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
-        teacher_chunks = repeat(None) if teacher_logits is None else teacher_logits.split(CHUNK_LENGTH)
         with torch.autocast(device, enabled=False):
-            for states, labels, teacher in zip(
-                hidden_states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks
-            ):
+            for states, labels, teacher in _split(hidden_states, targets, teacher_logits):
                 states = states.to(dtype)
                 is_counted = (labels != ignore_index)[:, None]
                 logits = states @ matrix.T
@@ -163,8 +150,7 @@ def causal_lm_loss(
         ignore_index: The label of tokens that are not predicted.
         shift_labels (`(B, T)`, *optional*): Targets that are already shifted, used instead of `labels`.
         teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then the
-            Kullback-Leibler divergence between its distributions and this model's, at every token that predicts a
-            label.
+            Kullback-Leibler divergence between its distributions and this model's at every token with a label.
         label_smoothing: Share of the target that all tokens of the vocabulary get alike (arXiv:1512.00567), as in
             `TrainingArguments`; not used with a teacher.
         z_loss: Weight of the squared log-partition of the logits, `logsumexp(logits)**2`, which is added to the loss
@@ -182,9 +168,7 @@ def causal_lm_loss(
         weight = lm_head.weight if torch.is_grad_enabled() else lm_head.weight.detach()
         loss = LinearCrossEntropy.apply(states, weight, targets, ignore_index, teacher, label_smoothing, z_loss)
     else:
-        teacher_chunks = repeat(None) if teacher is None else teacher.split(CHUNK_LENGTH)
-        chunks = zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks)
-        settings = ignore_index, label_smoothing, z_loss
+        chunks, settings = _split(states, targets, teacher), (ignore_index, label_smoothing, z_loss)
         loss = sum(checkpoint(_summed_loss, lm_head, *chunk, *settings, use_reentrant=False) for chunk in chunks)
     if num_items_in_batch is not None:
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
@@ -204,15 +188,14 @@ def refuse_loss_arguments(
         )
 
 
-def _summed_loss(
-    lm_head,
-    states: torch.Tensor,
-    targets: torch.Tensor,
-    teacher: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> torch.Tensor:
+def _split(states: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor | None) -> Iterable[tuple]:
+    """Splits hidden states, targets and the teacher's logits, or `None`, into chunks of tokens."""
+    teacher_chunks = repeat(None) if teacher_logits is None else teacher_logits.split(CHUNK_LENGTH)
+    return zip(states.split(CHUNK_LENGTH), targets.split(CHUNK_LENGTH), teacher_chunks)
+
+
+def _summed_loss(lm_head, states, targets, teacher, ignore_index, label_smoothing, z_loss) -> torch.Tensor:
+    """What `LinearCrossEntropy` computes, for a chunk, and with gradients by PyTorch."""
     logits = lm_head(states)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     penalty = z_loss * logits.logsumexp(-1).square().where(targets != ignore_index, 0.0).sum() if z_loss else 0.0

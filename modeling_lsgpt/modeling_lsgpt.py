@@ -6,7 +6,6 @@ attention function; everything else is as in Transformers' Llama.
 Shapes: B batch, T new tokens, S cached and new tokens, H heads, D `head_dim`, V `vocab_size`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,12 +21,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
@@ -36,12 +30,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks, create_attention_masks, create_masks
-from .cache_lsgpt import check_cache, make_room
+from .cache_lsgpt import prepare_cache
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .telemetry_lsgpt import update_max_logits
-from .visibility_lsgpt import describe_visibility, may_look_at
+from .visibility_lsgpt import check_shape, describe_visibility, may_look_at
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -87,10 +80,7 @@ def make_norm(config: LSGPTConfig, exists: bool = True) -> nn.Module:
 
 
 NO_SINK = -1e4
-"""
-Logit for queries that do not see their sink, and for heads without one when all heads of a layer are computed
-together; its weight is exactly 0.
-"""
+"""Logit of the sink for queries and heads without one, if others in the same call have it; its weight is exactly 0."""
 
 
 def eager_attention_forward(
@@ -140,7 +130,6 @@ class HeadGroup(NamedTuple):
 
     kind: str
     num_heads: int
-    num_key_value_heads: int
     layer_idx: int
     """Index of the cache layer, not of the decoder layer."""
     has_sinks: bool
@@ -171,18 +160,15 @@ class LSGPTAttention(nn.Module):
 
         first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
         self.head_groups = tuple(
-            HeadGroup(kind, n, n // self.num_key_value_groups, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
-            for i, (kind, n) in enumerate(config.head_groups[layer_idx].items())
+            HeadGroup(kind, num_heads, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
+            for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
         )
-        num_heads, num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
-        self.all_heads = HeadGroup(ALL_HEADS, num_heads, num_key_value_heads, -1, True)
+        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, layer_idx=-1, has_sinks=True)
         self.num_heads = [heads.num_heads for heads in self.head_groups]
-        self.num_key_value_heads = [heads.num_key_value_heads for heads in self.head_groups]
+        self.num_key_value_heads = [num_heads // self.num_key_value_groups for num_heads in self.num_heads]
         # One learned logit for each head of the kinds with sinks, which belongs to no token. They are the last heads.
         num_sinks = sum(heads.num_heads for heads in self.head_groups if heads.has_sinks)
         self.sinks = nn.Parameter(torch.zeros(num_sinks)) if config.attention_sinks and num_sinks else None
-        # Running maxima of each head's |logit|, `(H,)` in float32; `None` if not measured. See `telemetry_lsgpt`.
-        self.max_logits: torch.Tensor | None = None
 
     def forward(
         self,
@@ -208,14 +194,9 @@ class LSGPTAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
 
     def project(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)` of the new tokens, with QK-norm and rotary
-        embedding if configured.
-        """
+        """Returns queries `(B, H, T, D)`, keys and values `(B, H_kv, T, D)`, normed and rotated if configured."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query_states, key_states = self.q_proj(hidden_states), self.k_proj(hidden_states)
         if self.q_norm is not None:  # over each head, or over all of them
@@ -243,21 +224,7 @@ class LSGPTAttention(nn.Module):
         Takes queries, keys and values of the new tokens, `(B, H, T, D)` or `(B, H_kv, T, D)`, and returns outputs
         `(B, T, H, D)`, and the attention weights as `forward` does.
         """
-        calls = []
-        for heads, query, key, value in zip(
-            self.head_groups,
-            query_states.split(self.num_heads, dim=1),
-            key_states.split(self.num_key_value_heads, dim=1),
-            value_states.split(self.num_key_value_heads, dim=1),
-        ):
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, heads.layer_idx)
-                length = attention_mask.visibility[heads.kind].kv_length
-                if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
-                    key, value = key[:, :, -length:], value[:, :, -length:]
-            calls.append((heads, query, key, value))
-        if self.max_logits is not None:
-            update_max_logits(self, calls, attention_mask)
+        calls = self.split_heads(query_states, key_states, value_states, attention_mask, past_key_values)
         if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
             if past_key_values is not None:  # whose backward pass may have to run, see `context_parallel_lsgpt`
                 key_states, value_states = (torch.cat(states, dim=1) for states in tuple(zip(*calls))[2:])
@@ -278,7 +245,7 @@ class LSGPTAttention(nn.Module):
                 scaling=self.scaling,
                 sliding_window=attention_mask.visibility[heads.kind].window,
                 softcap=self.softcap,
-                s_aux=self.sinks_of(heads, attention_mask.sees_sink[heads.kind]),
+                s_aux=None if self.sinks is None else self.sinks_of(heads, attention_mask.sees_sink[heads.kind]),
                 **kwargs,
             )
             attn_outputs.append(output)
@@ -287,40 +254,54 @@ class LSGPTAttention(nn.Module):
             return join_weights(calls, attn_weights, attention_mask)
         return torch.cat(attn_outputs, dim=2), None
 
+    def split_heads(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: AttentionMasks,
+        past_key_values: Cache | None = None,
+    ) -> list[tuple[HeadGroup, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Updates the cache, and returns each kind of head with its queries and all its keys and values."""
+        calls = []
+        for heads, query, key, value in zip(
+            self.head_groups,
+            query_states.split(self.num_heads, dim=1),
+            key_states.split(self.num_key_value_heads, dim=1),
+            value_states.split(self.num_key_value_heads, dim=1),
+        ):
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, heads.layer_idx)
+                length = attention_mask.visibility[heads.kind].kv_length
+                if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
+                    key, value = key[:, :, -length:], value[:, :, -length:]
+            calls.append((heads, query, key, value))
+        return calls
+
     def sinks_of(self, heads: HeadGroup, sees_sink: torch.Tensor | bool) -> torch.Tensor | None:
-        """
-        The sinks of a group of heads: `(H,)`, or `(B or 1, H, T)` if only some queries see them; `None` if none of the
-        heads has one.
-        """
-        if self.sinks is None or not heads.has_sinks:
+        """The sinks of some heads, `(H,)`, or `(B or 1, H, T)` if only some queries see them; `None` without any."""
+        if not heads.has_sinks:
             return None
         sinks = self.sinks
         if len(sinks) < heads.num_heads:
             sinks = F.pad(sinks, (heads.num_heads - len(sinks), 0), value=NO_SINK)
-        if isinstance(sees_sink, bool):
-            return sinks
-        return torch.where(sees_sink[:, None], sinks[:, None], NO_SINK)
+        return sinks if isinstance(sees_sink, bool) else torch.where(sees_sink[:, None], sinks[:, None], NO_SINK)
 
 
 def join_weights(
-    calls: list[tuple], attn_weights: Sequence[torch.Tensor], attention_mask: AttentionMasks
+    calls: list[tuple], attn_weights: list[torch.Tensor], attention_mask: AttentionMasks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Joins the attention weights of all kinds of heads in one tensor `(B, H, T, S)` over all keys, in which those of
     local heads are padded because their cache begins later. The outputs `(B, T, H, D)` are computed anew from this
     tensor, so that gradients flow through the weights that the caller receives.
     """
-    offsets = [attention_mask.visibility[heads.kind].kv_offset for heads, *_ in calls]
-    end = max(offset + weights.shape[3] for offset, weights in zip(offsets, attn_weights))
-    padded = [F.pad(w, (offset, end - offset - w.shape[3])) for offset, w in zip(offsets, attn_weights)]
-    joined = torch.cat(padded, dim=1)
-    outputs = []
-    for (heads, _, _, value), offset, weights in zip(
-        calls, offsets, joined.split([w.shape[1] for w in padded], dim=1)
-    ):
-        value = repeat_kv(value, heads.num_heads // heads.num_key_value_heads)
-        outputs.append(weights[..., offset : offset + value.shape[2]] @ value)
-    return torch.cat(outputs, dim=1).transpose(1, 2), joined
+    seen = [attention_mask.visibility[heads.kind] for heads, *_ in calls]
+    end = max(each.kv_offset + each.kv_length for each in seen)
+    padding = [(each.kv_offset, end - each.kv_offset - each.kv_length) for each in seen]
+    joined = torch.cat([F.pad(weights, sides) for weights, sides in zip(attn_weights, padding)], dim=1)
+    values = torch.cat([F.pad(value, (0, 0, *sides)) for (*_, value), sides in zip(calls, padding)], dim=1)
+    return (joined @ repeat_kv(values, joined.shape[1] // values.shape[1])).transpose(1, 2), joined
 
 
 class LSGPTDecoderLayer(GradientCheckpointingLayer):
@@ -391,20 +372,14 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         CPU only, because reading them on another device would force a synchronisation.
         """
         if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"`{name}` must be integers, of dtype torch.int64 or torch.int32; got {ids.dtype}; convert them with "
-                "`.long()`"
-            )
+            raise ValueError(f"`{name}` must be integers, torch.int64 or torch.int32; got {ids.dtype}; convert them")
         if ids.device.type != "cpu" or not may_look_at(ids):
             return
-        if ignored is not None:
-            ids = ids[ids != ignored]
+        ids = ids if ignored is None else ids[ids != ignored]
         if not ids.numel():
             return
-        low, high = ids.aminmax()
-        size = getattr(self.config, limit)
+        (low, high), size = ids.aminmax(), getattr(self.config, limit)
         if low < 0 or high >= size:
-            worst = low.item() if low < 0 else high.item()
             rule = f"between 0 and {size - 1} (`{limit}` is {size})"
             rule += "" if ignored is None else f", or {ignored} to be ignored"
             remedy = {
@@ -412,7 +387,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
                 "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
                 'more of them or with position_embedding_type="rope"',
             }[limit]
-            raise ValueError(f"`{name}` must be {rule}; got {worst}; {remedy}")
+            raise ValueError(f"`{name}` must be {rule}; got {low if low < 0 else high}; {remedy}")
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
@@ -432,8 +407,9 @@ class LSGPTPreTrainedModel(PreTrainedModel):
 class LSGPTModel(LSGPTPreTrainedModel):
     """The decoder without a head: token ids to hidden states."""
 
-    def __init__(self, config: LSGPTConfig):
+    def __init__(self, config: LSGPTConfig, counts_left_padding: bool = True):
         super().__init__(config)
+        self.counts_left_padding = counts_left_padding
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = self.local_rotary_emb = None
         if config.position_embedding_type == "learned":
@@ -468,7 +444,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
                 of `create_attention_masks`.
             position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
-                document begins. By default they continue from the cache's length.
+                document begins. By default they continue from the cache's length; in classifiers, they do not count
+                padding on the left, so that a row has the same scores in a batch and alone.
             past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
@@ -489,16 +466,12 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache(self.config, past_key_values)
-            is_dropped = (
-                self.gradient_checkpointing and self.training and not self.layers[0]._can_checkpoint_with_cache
-            )
-            if is_dropped and past_key_values.get_seq_length() > 0:
+            prepare_cache(self.config, past_key_values)
+            if self.gradient_checkpointing and self.training and past_key_values.get_seq_length() > 0:
                 raise ValueError(
                     "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
                     "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
                 )
-            make_room(past_key_values)
 
         visibility = describe_visibility(
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, kwargs.get("cu_seq_lens_q")
@@ -506,8 +479,10 @@ class LSGPTModel(LSGPTPreTrainedModel):
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
-            position_ids = position_ids[None]
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
+            if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+                num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+                position_ids = (position_ids - num_left).clamp(min=0)
 
         hidden_states = inputs_embeds
         position_embeddings = local_embeddings = None
@@ -536,26 +511,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
     def _check_inputs(self, input_ids, inputs_embeds, position_ids):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
+        name, inputs, width = "input_ids", input_ids, ()
+        if input_ids is None:
+            name, inputs, width = "inputs_embeds", inputs_embeds, (self.config.hidden_size,)
+        if inputs.ndim != 2 + len(width) or inputs.shape[1] == 0 or inputs.shape[2:] != width:
+            shape = ", ".join(("batch", "tokens", *map(str, width)))
+            raise ValueError(f"`{name}` must have shape ({shape}) with at least one token; got {tuple(inputs.shape)}")
         if input_ids is not None:
-            if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-                raise ValueError(
-                    "`input_ids` must have shape (batch, tokens) with at least one token; "
-                    f"got {tuple(input_ids.shape)}"
-                )
             self._check_ids("input_ids", input_ids, "vocab_size")
-        else:
-            size = self.config.hidden_size
-            if inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != size:
-                raise ValueError(
-                    f"`inputs_embeds` must have shape (batch, tokens, {size}) with at least one token; "
-                    f"got {tuple(inputs_embeds.shape)}"
-                )
-        batch_size, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if position_ids is not None and tuple(position_ids.shape) not in ((batch_size, length), (1, length)):
-            raise ValueError(
-                f"`position_ids` must have shape ({batch_size}, {length}), like the inputs; "
-                f"got {tuple(position_ids.shape)}"
-            )
+        check_shape("position_ids", position_ids, "like the inputs", inputs.shape[:2], (1, inputs.shape[1]))
 
 
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
@@ -611,11 +575,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
             skip_logits: Whether to return only the loss, without ever holding the logits of all tokens at once. In
                 training on long blocks, they are by far the largest tensor.
-            teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then
-                the Kullback-Leibler divergence between its distributions and this model's, at every token that
-                predicts a label. Only with `skip_logits`.
-            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided; and
-                `label_smoothing` and `z_loss`, see `causal_lm_loss`, only with `skip_logits`.
+            teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens.
+            **kwargs: Also `num_items_in_batch`, the number of labels by which the summed loss is divided. Only with
+                `skip_logits`, `label_smoothing`, `z_loss` and `teacher_logits`, see `causal_lm_loss`.
 
         Returns:
             Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and
@@ -641,22 +603,12 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        if labels is not None and labels.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"`labels` must have shape {tuple(hidden_states.shape[:2])}, one label for each token with logits; "
-                f"got {tuple(labels.shape)}"
-            )
         if labels is not None:
+            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
+            shape = *labels.shape, self.config.vocab_size
+            check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
-
-        if teacher_logits is not None and labels is not None:
-            expected = (*labels.shape, self.config.vocab_size)
-            if teacher_logits.shape != expected:
-                raise ValueError(
-                    f"`teacher_logits` must have shape {expected}, one logit for each entry of the vocabulary; got "
-                    f"{tuple(teacher_logits.shape)}"
-                )
 
         logits = loss = None
         if has_own_loss:
@@ -677,56 +629,37 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
 
 
-class LSGPTClassifier:
-    """What the classification heads share: positions that leave out padding."""
-
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
-        """
-        Accepts the arguments of `LSGPTModel`, and `labels`. By default, positions do not count padding on the left, so
-        that a row has the same scores in a batch and alone.
-        """
-        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-            num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-            index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-            position_ids = (index - num_left).clamp(min=0)[:, -length:]
-        return super().forward(  # type: ignore[misc]
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, **kwargs
-        )
-
-
-class LSGPTForSequenceClassification(LSGPTClassifier, GenericForSequenceClassification, LSGPTPreTrainedModel):
+class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on the last token of each sequence."""
 
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)  # the generic class would look for the decoder in `AutoModel`
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
 
-class LSGPTForTokenClassification(LSGPTClassifier, GenericForTokenClassification, LSGPTPreTrainedModel):
+class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on each token."""
 
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         dropout = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The `LSGPTAttention`s of an LSGPT model, bare or wrapped, in order. Raises `ValueError` for other models."""
+    # Found by name, because code loaded from a checkpoint defines its own classes.
+    layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
+    if not layers:
+        raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")
+    return layers
 
 
 # Transformers looks here to find out whether to shift a model's labels, for example for label smoothing in `Trainer`.

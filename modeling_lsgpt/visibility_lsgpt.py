@@ -7,7 +7,7 @@ PyTorch's causal attention and `dense` (for additive masks) apply parts of the r
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,10 +177,8 @@ def describe_visibility(
             where a query may attend) or additive, applied as it is in global heads and within the window in local
             heads; or a dictionary with such a mask for each kind of head, as `create_attention_masks` returns.
         past_key_values: The cache before this step's update.
-        position_ids (`(B or 1, T)`): If given, a position that does not continue from the one before marks the start
-            of another document packed into the same row (see `find_documents`), and attention does not cross from one
-            document to another. With a cache, the position of the first new token tells how many cached tokens belong
-            to its document. Ignored with a 4-D mask, which decides what each query sees.
+        position_ids (`(B or 1, T)`): If given, attention does not cross from one document packed into a row to
+            another, which begins where positions do not continue (see `find_documents`). Ignored with a 4-D mask.
         cu_seq_lens (`(documents + 1,)`, *optional*): Without positions: where documents begin in a single row, 0 first
             and T last.
 
@@ -195,22 +193,25 @@ def describe_visibility(
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
     first_layers: dict[str, int] = {}
-    for layer_idx, kind in enumerate(kind for groups in config.head_groups for kind in groups):
+    for layer_idx, (kind, _) in enumerate(config.cache_layers):
         first_layers.setdefault(kind, layer_idx)
 
+    masks: dict[str, torch.Tensor | None] = {}
+    padding_mask = documents = first_key = None
     is_finished = isinstance(attention_mask, dict)
     if isinstance(attention_mask, dict):
-        _check_dictionary(attention_mask, first_layers)
-    of_kind: dict = attention_mask if is_finished else dict.fromkeys(first_layers, attention_mask)
-    for mask in of_kind.values():
-        if mask is not None:
-            _check_mask(mask, batch_size, q_length, None if is_finished else past_length)
-    padding_mask = documents = first_key = None
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        of_kind = {}
+        masks = attention_mask
+        _check_dictionary(masks, first_layers, batch_size, q_length)
+    elif attention_mask is not None and attention_mask.ndim == 4:
+        _check_mask(attention_mask, batch_size, q_length, past_length)
+        masks = dict.fromkeys(first_layers, attention_mask)
+    elif attention_mask is not None:
+        if attention_mask.ndim != 2 or isinstance(past_length, int):
+            reason = "one entry for each cached and each new token, or 4 dimensions"
+            check_shape("attention_mask", attention_mask, reason, (batch_size, past_length + q_length))
         if not (may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
-    if not is_finished and all(mask is None for mask in of_kind.values()):
+    if not masks:
         if position_ids is not None and isinstance(past_length, torch.Tensor) and padding_mask is None:
             if q_length == 1:
                 first_key = (past_length - position_ids).expand(batch_size, 1)
@@ -219,7 +220,6 @@ def describe_visibility(
         elif cu_seq_lens is not None:
             documents = _documents_of_lengths(cu_seq_lens, batch_size, q_length, past_length)
 
-    is_static = getattr(past_key_values, "is_compileable", False)
     result = {}
     for kind, layer_idx in first_layers.items():
         q_offset, kv_length, kv_offset = 0, q_length, 0
@@ -228,7 +228,7 @@ def describe_visibility(
             if isinstance(q_offset, torch.Tensor):
                 q_offset = q_offset.clone()  # a static cache returns its own counter, which the update changes
             kv_length, kv_offset = past_key_values.get_mask_sizes(q_length, layer_idx)
-        mask, end = of_kind.get(kind), kv_offset + kv_length
+        mask, end = masks.get(kind), kv_offset + kv_length
         if mask is not None and not is_finished:
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
             mask = _lengthen(mask[..., kv_offset:end], kv_length, hidden)
@@ -248,7 +248,7 @@ def describe_visibility(
             mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
             has_sinks=HEAD_KINDS[kind].has_sinks and bool(config.attention_sinks),
             sink_window=config.window(kind) if config.attention_sinks == FULL_WINDOW else None,
-            has_empty_slots=is_static,
+            has_empty_slots=getattr(past_key_values, "is_compileable", False),
             batch_size=batch_size,
             device=device,
         )
@@ -333,38 +333,34 @@ def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
 
 
-def _check_dictionary(masks: dict, kinds: dict):
+def _check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
     if masks.keys() != kinds.keys() or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
         got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
         raise ValueError(
             "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
             f"{', '.join(map(repr, kinds))}, as `create_attention_masks` returns it; got {got}"
         )
+    for mask in masks.values():
+        if mask is not None:
+            _check_mask(mask, batch_size, q_length)
 
 
-def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None):
+def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None = None):
     got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
-    if mask.ndim not in (2, 4):
-        raise ValueError(f"`attention_mask` must have 2 dimensions (batch, tokens) or 4; got shape {got}")
-    if mask.ndim == 2 and total is not None and got != (batch_size, total):
-        raise ValueError(
-            f"`attention_mask` must have shape ({batch_size}, {total}), one entry for each of the {past_length} "
-            f"cached and {q_length} new tokens; got {got}"
-        )
-    if mask.ndim == 2:
-        return
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(
             "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
             f"the logits; got {mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
         )
-    if got[1] != 1:
+    if got[:3] not in ((1, 1, q_length), (batch_size, 1, q_length)) or got[3] < (total or 0):
         raise ValueError(
-            f"a 4-D `attention_mask` must be the same for all heads, of shape ({batch_size}, 1, {q_length}, keys); "
-            f"got {got}. `num_global_heads` and `sliding_window` define what the heads of each kind see"
+            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, all "
+            "heads (`num_global_heads` and `sliding_window` define what those of each kind see), new tokens, cached "
+            f"and new tokens; got {got}"
         )
-    if got[0] not in (1, batch_size) or got[2] != q_length or got[3] < (total or 0):
-        raise ValueError(
-            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, head, "
-            f"new tokens, cached and new tokens; got {got}"
-        )
+
+
+def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
+    """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
+    if x is not None and tuple(x.shape) not in map(tuple, shapes):
+        raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")

@@ -12,8 +12,13 @@ import lsgpt_cli
 from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, targets, timing, train
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
-from lsgpt.modeling_lsgpt import LSGPTForCausalLM, attention_lsgpt, create_masks, describe_visibility
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt import (
+    LSGPTForCausalLM,
+    attention_layers,
+    attention_lsgpt,
+    create_masks,
+    describe_visibility,
+)
 
 
 @pytest.fixture

@@ -6,12 +6,7 @@ from lsgpt.utilities.plots import plot_max_logits
 
 from .arguments import Arguments, DataArguments, ModelArguments, RunArguments, make_parser, parse_arguments
 from .averaging import AVERAGES, AveragedWeightsCallback
-from .callbacks import (
-    MetricsFileCallback,
-    SaveOnSignalCallback,
-    StepTimerCallback,
-    StopOnBadLossCallback,
-)
+from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
 from .context_parallel import ContextParallelismConfig
 from .data import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
 from .losses import exponentiated_loss, generalized_cross_entropy, symmetric_cross_entropy

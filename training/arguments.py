@@ -30,7 +30,7 @@ class ModelArguments:
 
     preset: str | None = HfArg(default="demo", help=f"Model preset to start from: {', '.join(list_presets())}.")
     model_name_or_path: str | None = HfArg(
-        default=None, help="LSGPT checkpoint to fine-tune, with its tokenizer: a folder or a name on the Hub."
+        default=None, help="LSGPT checkpoint to fine-tune: folder or name on the Hub."
     )
     config_overrides: dict | str | None = HfArg(
         default=None,
@@ -53,16 +53,13 @@ class ModelArguments:
         "adapter of rank 16 for each matrix of the blocks, merged into the weights at the end; needs peft).",
     )
     sink_learning_rate: float | None = HfArg(
-        default=None,
-        help="Learning rate of the sinks and of the biases that carry their values; learning_rate by default.",
+        default=None, help="Learning rate of sinks and the biases that carry their values; learning_rate by default."
     )
 
     def __post_init__(self):
-        self.config_overrides = _read_yaml(self.config_overrides)
-        if not isinstance(self.config_overrides, dict | None):
-            raise ValueError(
-                f"`config_overrides` must be a mapping, as in '{{hidden_size: 64}}'; got {self.config_overrides!r}"
-            )
+        self.config_overrides = value = _read_yaml(self.config_overrides)
+        if not isinstance(value, dict | None):
+            raise ValueError(f"`config_overrides` must be a mapping, as in '{{hidden_size: 64}}'; got {value!r}")
 
 
 @dataclass
@@ -86,9 +83,7 @@ class DataArguments:
         "a name on the Hub. Fine-tuning keeps the checkpoint's tokenizer.",
     )
     block_size: int = HfArg(default=512, help="Number of tokens in a training sequence.")
-    respect_boundaries: bool = HfArg(
-        default=False, help="Keep attention and loss inside documents; otherwise, they cross documents."
-    )
+    respect_boundaries: bool = HfArg(default=False, help="Keep attention and loss inside documents.")
 
 
 @dataclass
@@ -97,12 +92,8 @@ class RunArguments:
 
     _argument_group_name = "the run"
 
-    z_loss: float = HfArg(
-        default=0.0, help="Weight of the squared log-partition in the training loss (z-loss); published: 1e-4."
-    )
-    max_logit_every_n_steps: int = HfArg(
-        default=50, help="Measure the attention logits every this many steps; 0 turns it off."
-    )
+    z_loss: float = HfArg(default=0.0, help="Weight of the z-loss, the squared log-partition; published: 1e-4.")
+    max_logit_every_n_steps: int = HfArg(default=50, help="Measure attention logits every this many steps; 0: never.")
     on_explosion: str = HfArg(
         default="warn",
         help="What to do if an attention logit exceeds 100: warn, stop or clip (QK-clip, which then measures "
@@ -113,9 +104,7 @@ class RunArguments:
         help=f"Average of the weights, one of {', '.join(AVERAGES)}: a name for the default values, or "
         "'{kind: ema, decay: 0.9999}' for others. It is also evaluated, and saved in OUTPUT_DIR/averaged.",
     )
-    license: str | None = HfArg(
-        default=None, help="Licence of the weights for the model card, as the Hub names it: apache-2.0, mit, ..."
-    )
+    license: str | None = HfArg(default=None, help="Licence of the weights, as the Hub names it: apache-2.0, mit, ...")
 
     def __post_init__(self):
         self.averaging = read_averaging(_read_yaml(self.averaging))
@@ -134,9 +123,9 @@ ADAGC = "adagc"
 
 _GONE = {
     "stabilizers": (
-        "replaced: qk-norm by `config_overrides: {qk_norm: true}`, softcap by `config_overrides: "
-        "{attn_logit_softcapping: 50.0}`, z-loss by `z_loss: 1.0e-4`, qk-clip by `on_explosion: clip`, adagc by "
-        "`optim: adagc` with `max_grad_norm: 0`, and fp32-attention by `attn_implementation: sdpa_in_float32`",
+        "replaced: qk-norm and softcap by `config_overrides: {qk_norm: true, attn_logit_softcapping: 50.0}`, z-loss "
+        "by `z_loss: 1.0e-4`, qk-clip by `on_explosion: clip`, adagc by `optim: adagc` with `max_grad_norm: 0`, and "
+        "fp32-attention by `attn_implementation: sdpa_in_float32`",
         (None, [], {}),
     ),
     "fp32_attention": ("replaced by `attn_implementation: sdpa_in_float32`", (False,)),
@@ -177,8 +166,8 @@ class Arguments(NamedTuple):
 
     def build_config(self) -> LSGPTConfig:
         """
-        Returns the configuration of the preset, or of the checkpoint to fine-tune, with the overrides.
-        Raises `ValueError` as `load_preset` and `load_config` do.
+        Returns the configuration of the preset, or of the checkpoint to fine-tune, with the overrides. Raises
+        `ValueError` as `load_preset` and `load_config` do.
         """
         overrides: Any = self.model.config_overrides or {}  # annotated as `dict | str` for the parser
         if self.model.model_name_or_path:
@@ -284,19 +273,13 @@ def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> a
 
 
 def check_arguments(arguments: Arguments):
-    """
-    Checks, before anything is loaded or written, what would fail late or silently.
-
-    Raises:
-        ValueError: If a name is unknown, a block is longer than the model's positions, or values are incompatible.
-    """
+    """Raises `ValueError`, before anything is loaded or written, for values that would fail late or silently."""
     model, data, run, args, _ = arguments
     started = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size != started:
         raise ValueError(
-            f"{started} processes were started, and each would train a model of its own: they found no GPUs, and "
-            "`use_cpu` was not set. Start one process without `accelerate launch`, or several on the CPU with "
-            "configuration/launch/cpu.yaml or --use_cpu true"
+            f"{started} processes were started, and each would train a model of its own: they found no GPUs. Start "
+            "one without `accelerate launch`, or several with configuration/launch/cpu.yaml or --use_cpu true"
         )
     if not (model.preset or model.model_name_or_path):
         raise ValueError("`model_name_or_path` must be set if there is no `preset`: it is the checkpoint to fine-tune")
@@ -318,17 +301,13 @@ def check_arguments(arguments: Arguments):
         )
     if run.on_explosion in ("stop", "clip") and not run.max_logit_every_n_steps:
         raise ValueError(
-            f"`max_logit_every_n_steps` must be at least 1 with `on_explosion: {run.on_explosion}`, which needs "
-            "measurements; got 0"
+            f"`max_logit_every_n_steps` must be at least 1 with `on_explosion: {run.on_explosion}`; got 0"
         )
     if args.push_to_hub and run.license is None:
         raise ValueError("`license` must be set with `push_to_hub`, for the model card; for example apache-2.0")
     engine = (model.attn_implementation or "").removesuffix("_in_float32")
     if engine in ("flex_attention", "triton") and args.device.type == "cpu":
-        reason = "it has no backward pass there" if engine == "flex_attention" else "it runs on CUDA devices only"
-        raise ValueError(
-            f"`attn_implementation` must not be {engine} for training on the CPU: {reason}; leave it out, or use sdpa"
-        )
+        raise ValueError(f"`attn_implementation` must not be {engine} for training on the CPU; use sdpa, for example")
     is_sharded = args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     for name, is_set in (("teacher", model.teacher), ("trainable: lora", model.trainable == "lora")):
         if is_set and is_sharded:
@@ -337,14 +316,10 @@ def check_arguments(arguments: Arguments):
     if kind not in choices:
         raise ValueError(f"`trainable` must be one of {', '.join(choices)}; got {kind!r}{suggest(kind, choices)}")
     if kind != "all" and not model.model_name_or_path:
-        raise ValueError(
-            f"`trainable` must be all without `model_name_or_path`, because the other weights would stay random; got "
-            f"{kind!r}"
-        )
+        raise ValueError(f"`trainable` must be all without `model_name_or_path`, or weights stay random; got {kind!r}")
     if run.averaging is not None and args.max_steps > 0:
         check_updates(run.averaging, args.max_steps)
     if run.averaging is not None and model.trainable == "lora":
         raise ValueError(
-            "`averaging` must not be combined with `trainable: lora`, whose adapters are merged at the end of the "
-            "run; in a script with PEFT, AveragedWeightsCallback averages adapters"
+            "`averaging` must not be combined with `trainable: lora`, whose adapters are merged at the end"
         )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from safetensors import safe_open
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -34,8 +34,7 @@ AVERAGES: dict[str, dict[str, float]] = {
     "ema-warmup": {"every_n_steps": 1, "decay": 0.9999},
     "bema": {"every_n_steps": 400, "kappa": 0.5, "eta": 0.2, "rho": 10.0, "gamma": 1.0},
 }
-"""The settings of the kinds of average, see `AveragedWeightsCallback`, with their defaults; those of BEMA are those of
-arXiv:2508.00180."""
+"""The settings of each kind of average with their defaults, of BEMA those of arXiv:2508.00180."""
 
 _RANGES = {"decay": (0, 1), "kappa": (0, math.inf), "eta": (0, math.inf), "rho": (1, math.inf), "gamma": (0, math.inf)}
 """Settings must be at least the first number and below the second. A `rho` of 1 or more keeps the weight of a BEMA
@@ -44,14 +43,8 @@ update from exceeding 1."""
 
 def read_averaging(value: str | dict | None) -> dict[str, Any] | None:
     """
-    Reads a recipe's `averaging`: a kind of `AVERAGES`, or a mapping with a `kind` and its settings, such as
-    `{"kind": "ema", "decay": 0.9999}`. These are arguments of `AveragedWeightsCallback`.
-
-    Returns:
-        The kind with all of its settings, or `None` for `None`.
-
-    Raises:
-        ValueError: If a kind or a setting is unknown, or a value is invalid.
+    Returns all arguments of an `AveragedWeightsCallback`, given a kind of `AVERAGES` or a mapping such as
+    `{"kind": "ema", "decay": 0.9999}`; `None` for `None`. Raises `ValueError` for unknown names and invalid values.
     """
     if value is None:
         return None
@@ -93,37 +86,25 @@ class AveragedWeightsCallback(TrainerCallback):
     """
     Keeps an average of the weights during training. The training itself stays bitwise the same.
 
-    At the end of the training, the averaged model is saved in the folder `averaged` of the `output_dir`, from which
-    `from_pretrained` can load it. With `load_best_model_at_end`, it is that of the best checkpoint. Every checkpoint
-    contains the average, and a resumed training continues it.
+    At the end, the averaged model (with `load_best_model_at_end`, that of the best checkpoint) is saved in the folder
+    `averaged` of the `output_dir`, for `from_pretrained`. A resumed training continues its average.
 
     ```python
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.999)])
     ```
 
-    A callback has no access to its `Trainer`, which it needs for evaluation. To evaluate the average as well, whenever
-    the Trainer evaluates, attach the callback. The metrics are then `eval_loss` and `eval_averaged_loss`, and so on:
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, eval_dataset=held_out)
-    >>> AveragedWeightsCallback("ema", decay=0.999).attach(trainer)
-    ```
-
-    With the weights `w_t` of step `t`, the updates are:
+    To evaluate the average as well, whenever the Trainer evaluates, `attach` the callback. With the weights `w_t` of
+    step `t`, the updates are:
 
     - `ema`: `average = decay * average + (1 - decay) * w_t`;
     - `ema-warmup`: the same with `min(decay, (1 + n) / (10 + n))` in the n-th update;
     - `bema`: `ema = (1 - b) * ema + b * w_t` and `average = ema + a * (w_t - w_0)`, where
       `a = (rho + gamma * t) ** -eta` and `b = (rho + gamma * t) ** -kappa`.
 
-    The average starts from the weights `w_0` at the start of `Trainer.train`. Each call of `train` starts a new one,
-    unless it resumes from a checkpoint.
-
-    Averages are kept in float32, whatever the dtype of the weights, on the device of the weights. They take 4 bytes
-    per trained parameter, or 12 for BEMA. The averaged model has the dtype of the weights. Its buffers and frozen
-    parameters, including the frozen part of a LoRA model, are those that the model has at that time. With FSDP2, every
-    process averages its own shards and saves them in every checkpoint; such a training can only resume with the same
-    number of processes. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
+    A training that does not resume starts with the average `w_0`. Averages are in float32, whatever the dtype of the
+    weights, and on the same device. The averaged model has the dtype of the weights; its buffers and frozen parameters
+    are those that the model has at that time. With FSDP2, every process averages its own shards, and only as many
+    processes can resume. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
 
     Attributes:
         averages: The average of every trained parameter, by name; with FSDP2, of this process's shards. Empty before
@@ -134,12 +115,10 @@ class AveragedWeightsCallback(TrainerCallback):
         """
         Args:
             kind: `ema`, `ema-warmup` or `bema`.
-            name: The folder of the averaged model, and the part of the metrics' names that tells them apart. Two
-                callbacks for one Trainer need different names.
-            settings: Settings of the kind, with the defaults in `AVERAGES`. `every_n_steps` updates the average at
-                optimizer steps that are multiples of this number. `decay` is at least 0 and below 1. Of `bema`,
-                `kappa` is the exponent of the weight of an update, `eta` that of the correction, `rho` the age at the
-                start, at least 1, and `gamma` how much each step adds to the age.
+            name: The folder of the averaged model, and a part of its metrics' names. Two callbacks for one Trainer
+                need different names.
+            settings: Settings of the kind, with the defaults in `AVERAGES`. Updates are at optimizer steps that are
+                multiples of `every_n_steps`. `decay` is at least 0 and below 1, `rho` at least 1, others at least 0.
 
         Raises:
             ValueError: If a value is invalid, or a setting belongs to another kind.
@@ -150,19 +129,17 @@ class AveragedWeightsCallback(TrainerCallback):
             raise ValueError(f"`name` must consist of letters, digits, _ and -, to name a folder; got {name!r}")
         self.name = name
         self.averages: dict[str, torch.Tensor] = {}
-        self._emas: dict[str, torch.Tensor] = {}
-        self._starts: dict[str, torch.Tensor] = {}
+        # All tensors that an update needs: for BEMA, also the plain average and the weights at the start.
+        self._parts: dict[str, dict[str, torch.Tensor]] = {"average": self.averages}
+        if self.kind == "bema":
+            self._parts |= {"ema": {}, "start": {}}
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer):
         """
-        Makes a Trainer evaluate the averaged weights as well. Adds the callback to the Trainer if it is not there yet.
-
-        Args:
-            trainer: Any Trainer. An `LSGPTTrainer` does this itself with each such callback that it is given.
-
-        Raises:
-            ValueError: If the Trainer has another such callback of the same name.
+        Makes a Trainer evaluate the averaged weights as well, with the metrics `eval_averaged_loss` and so on, and
+        adds the callback to it if needed. An `LSGPTTrainer` does this with all that it is given. Raises `ValueError`
+        if the Trainer has another one of the same name.
         """
         others = [c for c in trainer.callback_handler.callbacks if isinstance(c, AveragedWeightsCallback)]
         if any(other is not self and other.name == self.name for other in others):
@@ -176,7 +153,12 @@ class AveragedWeightsCallback(TrainerCallback):
             trainer.evaluation_loop = functools.partial(self._evaluation_loop, trainer, trainer.evaluation_loop)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        _check_run(state, model)
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("averages of the weights must not be combined with DeepSpeed's ZeRO-3; use DDP or FSDP2")
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise ValueError("`fsdp_version` must be 2 for averages of the weights; got 1, which flattens them")
+        if state.is_hyper_param_search:  # all trials would save theirs in the same folder
+            raise ValueError("averages of the weights must not be combined with `hyperparameter_search`")
         weights = _trained_weights(model)
         if not weights:
             raise ValueError("`model` must have a trainable parameter; got one with only frozen parameters")
@@ -184,7 +166,7 @@ class AveragedWeightsCallback(TrainerCallback):
             self._load(args, state, model)
             return
         check_updates(self.settings, state.max_steps)
-        for part in self._parts().values():
+        for part in self._parts.values():
             part.clear()
             part.update({name: weight.to(torch.float32, copy=True) for name, weight in weights.items()})
 
@@ -198,8 +180,7 @@ class AveragedWeightsCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / self._file_name(args, model)
-        parts = self._parts().items()
-        tensors = {f"{part}.{name}": x.contiguous() for part, values in parts for name, x in values.items()}
+        tensors = {f"{part}.{name}": x.contiguous() for part, xs in self._parts.items() for name, x in xs.items()}
         metadata = {"kind": self.kind, "raw_weights": _fingerprint(self._same_weights(model))}
         unfinished = file.with_suffix(".unfinished")
         save_file(tensors, unfinished, metadata)
@@ -214,41 +195,25 @@ class AveragedWeightsCallback(TrainerCallback):
     @contextlib.contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """
-        Inside the `with` statement, the model has the averaged weights; afterwards, it has exactly its own again.
-
-        ```python
-        >>> with callback.averaged_weights(trainer.model):
-        ...     text = trainer.model.generate(**inputs)
-        ```
-
-        Meanwhile, a copy of its own weights is kept on their device. With several processes, all must call it.
-
-        Args:
-            model: The model of the training, `trainer.model`.
-
-        Raises:
-            ValueError: If there is no average yet, or it belongs to another model.
+        Inside the `with` statement, the model of the training, `trainer.model`, has the averaged weights; afterwards,
+        it has exactly its own again. With several processes, all must call it. Raises `ValueError` if there is no
+        average yet, or it belongs to another model.
         """
         weights = self._same_weights(model)
         raw = {name: weight.clone() for name, weight in weights.items()}
+        # In place, so that references to the weights stay valid: in an optimizer, DDP or a compiled model.
         try:
-            _copy(self.averages, weights)
+            for name, weight in weights.items():
+                weight.copy_(self.averages[name])
             yield
         finally:
-            _copy(raw, _trained_weights(model))
+            for name, weight in _trained_weights(model).items():
+                weight.copy_(raw[name])
 
     def save_pretrained(self, model: nn.Module, folder: str | Path, processing_class: Any = None):
         """
-        Saves the averaged model as `model.save_pretrained` would. If the model has no such method, the weights are
-        saved as `model.safetensors`. With several processes, all must call it.
-
-        Args:
-            model: The model of the training, `trainer.model`.
-            folder: The output folder.
-            processing_class: A tokenizer or another processing class to save as well.
-
-        Raises:
-            ValueError: As in `averaged_weights`.
+        Saves the averaged model as `model.save_pretrained` would, or else its weights as `model.safetensors`, and
+        `processing_class`, such as a tokenizer. Processes and errors are as in `averaged_weights`.
         """
         with self.averaged_weights(model):
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -262,11 +227,6 @@ class AveragedWeightsCallback(TrainerCallback):
                 save_model(model, str(Path(folder) / "model.safetensors"))
             if processing_class is not None:
                 processing_class.save_pretrained(folder)
-
-    def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns all tensors that the next update needs."""
-        parts = {"average": self.averages}
-        return {**parts, "ema": self._emas, "start": self._starts} if self.kind == "bema" else parts
 
     def _same_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the trained weights, in the order of the averages."""
@@ -285,10 +245,10 @@ class AveragedWeightsCallback(TrainerCallback):
         current = [weight.float() for weight in weights.values()]
         if self.kind == "bema":
             age = self.settings["rho"] + self.settings["gamma"] * step
-            get_ema_multi_avg_fn(1 - age ** -self.settings["kappa"])(list(self._emas.values()), current, None)
+            emas, starts = self._parts["ema"].values(), self._parts["start"].values()
+            get_ema_multi_avg_fn(1 - age ** -self.settings["kappa"])(list(emas), current, None)
             correction = age ** -self.settings["eta"]
-            parts = (self.averages.values(), self._emas.values(), current, self._starts.values())
-            for average, ema, weight, start in zip(*parts):
+            for average, ema, weight, start in zip(self.averages.values(), emas, current, starts):
                 torch.add(ema, weight - start, alpha=correction, out=average)
             return
         decay = self.settings["decay"]
@@ -299,10 +259,8 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def _evaluation_loop(self, trainer, raw_loop, *args, **kwargs):
         """
-        Replaces the `evaluation_loop` of an attached Trainer; `raw_loop` is the previous one.
-
-        The raw weights are evaluated last, with the same random numbers as without averages. The training then
-        continues from the same random state, and metrics that keep a state keep that of the raw weights.
+        Replaces the `evaluation_loop` of an attached Trainer, `raw_loop`. The raw weights are evaluated last, with the
+        same random numbers as without averages, so that the training and metrics with a state continue as without.
         """
         if not self.averages or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
@@ -320,18 +278,15 @@ class AveragedWeightsCallback(TrainerCallback):
         return f"{self.name}.safetensors"
 
     def _read(self, file: Path, weights: dict[str, torch.Tensor]):
-        with safe_open(file, framework="pt") as tensors:
-            for part, values in self._parts().items():
-                values.clear()
-                for name, weight in weights.items():
-                    values[name] = tensors.get_tensor(f"{part}.{name}").to(weight.device)
+        tensors = load_file(file)
+        for part, values in self._parts.items():
+            values.clear()
+            values.update({name: tensors[f"{part}.{name}"].to(weight.device) for name, weight in weights.items()})
 
     def _load(self, args, state, model: nn.Module):
         """
-        Loads the averages of the checkpoint that the Trainer has loaded.
-
-        A Trainer does not tell a callback which checkpoint that is. It is the one whose averages were saved together
-        with the weights that the model has now.
+        Loads the averages of the checkpoint that the Trainer has loaded. It does not tell a callback which one that
+        is: the one whose averages were saved together with the weights that the model has now.
         """
         weights = _trained_weights(model)
         folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
@@ -340,23 +295,15 @@ class AveragedWeightsCallback(TrainerCallback):
         files = [folder / self._file_name(args, model) for folder in dict.fromkeys(folders)]
         fingerprint = _fingerprint(weights)
         for file in filter(Path.is_file, files):
-            metadata = _read_metadata(file)
-            if metadata["raw_weights"] != fingerprint:
-                continue
-            if metadata["kind"] != self.kind:
-                raise ValueError(
-                    f"the `kind` of average must be {metadata['kind']}, as in the checkpoint {file.parent}, to resume "
-                    f"from it; got {self.kind}"
-                )
-            self._read(file, weights)
-            return
+            if _read_metadata(file)["raw_weights"] == fingerprint:
+                _check_kind(file, self.kind)
+                self._read(file, weights)
+                return
         places = " and ".join(map(str, files))
         raise ValueError(
             "a run that resumes from a checkpoint must continue its averages; there are none for these weights "
             f"of step {state.global_step}: looked for {places}. If the checkpoint is in another folder, set "
-            "`resume_from_checkpoint` of the TrainingArguments to it. If it has no averages, because they were not "
-            "enabled or the run was killed while saving them, resume from an earlier checkpoint, or train without "
-            "averages"
+            "`resume_from_checkpoint` of the TrainingArguments to it. Otherwise, resume from an earlier one"
         )
 
 
@@ -376,28 +323,17 @@ def check_averages(checkpoint: str | Path, kind: str):
         raise ValueError(
             f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to continue"
         )
-    if (found := _read_metadata(files[0])["kind"]) != kind:
-        raise ValueError(f"the `kind` of `averaging` must be {found}, as in {str(checkpoint)!r}; got {kind}")
+    _check_kind(files[0], kind)
+
+
+def _check_kind(file: Path, kind: str):
+    if (found := _read_metadata(file)["kind"]) != kind:
+        raise ValueError(f"the `kind` of average must be {found}, as in the checkpoint {file.parent}; got {kind}")
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as tensors:
         return tensors.metadata()
-
-
-def _check_run(state, model: nn.Module):
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "averages of the weights must not be combined with DeepSpeed's ZeRO-3, which keeps the weights apart from "
-            "the model between its steps; use DDP or FSDP2"
-        )
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ValueError("`fsdp_version` must be 2 for averages of the weights; got 1, which flattens them")
-    if state.is_hyper_param_search:
-        raise ValueError(
-            "averages of the weights must not be combined with `hyperparameter_search`, whose trials would all save "
-            "them in the same folder"
-        )
 
 
 def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -417,17 +353,10 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies in place, so that references to the weights stay valid: in an optimizer, DDP or a compiled model."""
-    for name, tensor in target.items():
-        tensor.copy_(source[name])
-
-
 def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
     """
-    Returns a string that is, for all practical purposes, equal only for equal names and bitwise equal weights.
-
-    It sums the bits as integers, because integer sums, unlike floating-point sums, do not depend on the order.
+    Returns a string that is, in practice, equal only for equal names and bitwise equal weights. It sums the bits as
+    integers, because such sums do not depend on the order.
     """
     sums = []
     for name, weight in sorted(weights.items()):

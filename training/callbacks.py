@@ -7,8 +7,8 @@ import signal
 import statistics
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,22 +25,13 @@ logger = logging.get_logger(__name__)
 
 class MetricsFileCallback(TrainerCallback):
     """
-    Appends every log event of a `Trainer` to a file as it happens, one JSON object with its `step` per line. JSON has
-    no NaN and infinities: they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, from which `read_metrics`
-    and Python's `float` make numbers again. A resumed run first drops the lines after its step; a new run keeps all
-    lines, so give it another `output_dir`.
-
-    ```python
-    >>> trainer = Trainer(model, args, callbacks=[MetricsFileCallback()])
-    ```
+    Appends every log event of a `Trainer` to `metrics.jsonl` in its `output_dir` as it happens, one JSON object with
+    its `step` per line; NaN and infinities are written as by `to_json`, and read by `read_metrics`. A resumed run
+    first drops the lines after its step; a new run keeps all lines, so give it another `output_dir`.
     """
 
-    def __init__(self, file_name: str = "metrics.jsonl"):
-        """Writes to `file_name` inside the Trainer's `output_dir`."""
-        self.file_name = file_name
-
     def on_train_begin(self, args, state, control, **kwargs):
-        path = Path(args.output_dir) / self.file_name
+        path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and state.global_step > 0 and path.exists():
             kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
             path.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
@@ -48,25 +39,18 @@ class MetricsFileCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        path = Path(args.output_dir) / self.file_name
+        path = Path(args.output_dir) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {"step": state.global_step, **(logs or {})}
         with path.open("a", encoding="utf-8") as file:
-            file.write(to_json(values) + "\n")
+            file.write(to_json({"step": state.global_step, **(logs or {})}) + "\n")
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """
-    Reads JSON lines, such as those of `MetricsFileCallback`; skips a last line that was cut off by a crash.
-
-    Earlier versions wrote `null` for a figure that was not finite, which is read as it is.
-    """
+    """Reads the lines of `MetricsFileCallback`, without a last one that was cut off by a crash."""
     logs = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
+    with suppress(json.JSONDecodeError):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
             logs.append(from_json(line))
-        except json.JSONDecodeError:
-            break
     return logs
 
 
@@ -82,26 +66,22 @@ class SaveOnSignalCallback(TrainerCallback):
         self.was_signalled = False
         """Whether a signal ended the training."""
         self._is_pending = False
-        self._previous_handler: Any = None
+        self._cleanup = ExitStack()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.was_signalled = self._is_pending = False
-        self._restore()  # after a training that an exception ended
+        self._cleanup.close()  # after a training that an exception ended
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
             return
-        self._previous_handler = signal.signal(signal.SIGTERM, self._remember)
+        previous = signal.signal(signal.SIGTERM, self._remember) or signal.SIG_DFL
+        self._cleanup.callback(signal.signal, signal.SIGTERM, previous)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._restore()
-
-    def _restore(self):
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
+        self._cleanup.close()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.was_signalled = any_process(self._is_pending, args.device)
+        (self.was_signalled,) = any_process([self._is_pending], args.device)
         if self.was_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
             # Log as well, because a checkpoint does not contain the losses since the last log.
@@ -111,7 +91,7 @@ class SaveOnSignalCallback(TrainerCallback):
         while frame is not None and frame.f_code is not Trainer.train.__code__:
             frame = frame.f_back
         if frame is None:  # an exception has ended the training, and nobody will look
-            self._restore()
+            self._cleanup.close()
             os.kill(os.getpid(), signal_number)
             return
         self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
@@ -119,10 +99,8 @@ class SaveOnSignalCallback(TrainerCallback):
 
 class StepTimerCallback(TrainerCallback):
     """
-    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens.
-
-    The number of tokens so far is the Trainer's `state.num_input_tokens_seen`, which every checkpoint contains. It
-    counts the tokens that the model was given in steps that were taken, on all processes.
+    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens. Those
+    of the steps that were taken, on all processes, add up in the Trainer's `state.num_input_tokens_seen`.
     """
 
     def __init__(self):
@@ -131,7 +109,7 @@ class StepTimerCallback(TrainerCallback):
         self.tokens: list[int] = []
         """Number of tokens of each step so far, on all processes."""
         self._start, self._step_tokens = 0.0, 0
-        self._hook = None
+        self._cleanup = ExitStack()
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,12 +119,11 @@ class StepTimerCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.seconds, self.tokens = [], []  # a training may begin again with a smaller batch
-        if self._hook is not None:  # of a training that an exception ended
-            self._hook.remove()
-        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._cleanup.close()  # after a training that an exception ended
+        self._cleanup.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._hook.remove()
+        self._cleanup.close()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._start, self._step_tokens = time.perf_counter(), 0
@@ -168,13 +145,13 @@ class StepTimerCallback(TrainerCallback):
             self._step_tokens += ids.numel()
 
 
-def any_process(value: bool, device: torch.device) -> bool:
-    """Whether `value` is true in any of the processes."""
+def any_process(values: list[bool], device: torch.device) -> list[bool]:
+    """Which of `values` are true in any of the processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    flag = torch.tensor(float(value), device=device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    return flag.item() > 0
+        return values
+    flags = torch.tensor(values, dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return (flags > 0).tolist()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,41 +165,36 @@ class StopOnBadLossCallback(TrainerCallback):
 
     The weights stay those of the last good step, and are saved in a checkpoint. (With DeepSpeed, which takes the step
     in the backward pass, they are those after the bad step.) The error message names the step and, if it was the loss,
-    the first layer with a NaN or an infinity in its output. The callback watches the loss that the model returns for
-    its labels, and ignores a loss that a `Trainer` computes outside the model. With `fp16`, gradients are left to the
-    gradient scaler, which skips such steps itself. The bad loss is logged as it is: during the training,
-    `logging_nan_inf_filter`, which would log 0 or the mean of the previous steps instead, is off.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[StopOnBadLossCallback()])
-    ```
+    the first layer with a NaN or an infinity in its output. The callback ignores a loss that a `Trainer` computes
+    outside the model. With `fp16`, gradients are left to the gradient scaler, which skips such steps itself. The bad
+    loss is logged as it is: `logging_nan_inf_filter`, which would log other numbers, is off during the training.
     """
 
     def __init__(self):
         self.bad_step: int | None = None
         """The step that was not taken because of a bad loss or gradient, if any."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
-        self._hook = None
-        self._filters = True
+        self._cleanup = ExitStack()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.bad_step = None
-        self._filters, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
-        if self._hook is not None:  # of a training that an exception ended
-            self._hook.remove()
-        self._hook = model.register_forward_hook(self._remember, with_kwargs=True)
+        self._cleanup.close()  # after a training that an exception ended
+        self._cleanup.enter_context(model.register_forward_hook(self._remember, with_kwargs=True))
+        self._cleanup.callback(setattr, args, "logging_nan_inf_filter", args.logging_nan_inf_filter)
+        args.logging_nan_inf_filter = False
 
     def on_train_end(self, args, state, control, **kwargs):
-        args.logging_nan_inf_filter = self._filters
-        self._hook.remove()
+        self._cleanup.close()
         self._batches.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._batches.clear()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        is_loss = any_process(any(not loss.isfinite() for _, loss in self._batches), args.device)
-        if not is_loss and (args.fp16 or not any_process(_has_bad_gradient(model), args.device)):
+        is_bad_loss = any(not loss.isfinite() for _, loss in self._batches)
+        is_bad_gradient = not args.fp16 and _has_bad_gradient(model)
+        is_loss, is_gradient = any_process([is_bad_loss, is_bad_gradient], args.device)
+        if not (is_loss or is_gradient):
             return
         self.bad_step = state.global_step + 1
         state.prevented_step = self.bad_step
@@ -261,21 +233,16 @@ def _has_bad_gradient(model: nn.Module) -> bool:
 @torch.no_grad()
 def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
     """Runs the batch again and returns the first module, in order of execution, whose output is not finite."""
+    names = {module: name for name, module in model.named_modules() if not list(module.children())}
     bad = []
 
-    def check(name):
-        def hook(module, args, output):
-            tensors = output if isinstance(output, tuple) else (output,)
-            if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
-                bad.append(name.replace("_orig_mod.", ""))  # prefix of torch.compile
+    def check(module, args, output):
+        tensors = output if isinstance(output, tuple) else (output,)
+        if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
+            bad.append(names[module].replace("_orig_mod.", ""))  # prefix of torch.compile
 
-        return hook
-
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    hooks = [module.register_forward_hook(check(name)) for name, module in leaves]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(check))
         model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return f"`{bad[0]}`" if bad else "the loss itself"

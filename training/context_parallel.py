@@ -20,21 +20,14 @@ from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
 class ContextParallelismConfig(ParallelismConfig):
     """
     Accelerate's `ParallelismConfig`, whose `cp_size` is here the number of processes that share each sequence of an
-    LSGPT model. It works with DDP and FSDP2, with every attention implementation, and with the stock `Trainer`:
-
-    ```python
-    >>> args = TrainingArguments(..., parallelism_config=ContextParallelismConfig(cp_size=2))
-    >>> trainer = Trainer(model, args, train_dataset=data)
-    ```
-
-    `cp_size` times `dp_shard_size` times `dp_replicate_size` is the number of all processes. Without arguments, the
-    sizes are those of `accelerate launch`. To Accelerate itself, context parallelism is off, or else it would replace
-    the attention by its own, which knows no windows.
+    LSGPT model. It works with DDP and FSDP2, and with the stock `Trainer`, as the `parallelism_config` of its
+    `TrainingArguments`. `cp_size` times `dp_shard_size` times `dp_replicate_size` is the number of all processes.
+    Without arguments, the sizes are those of `accelerate launch`.
     """
 
     @property
     def cp_enabled(self) -> bool:
-        """False: what Accelerate does for context parallelism must not happen."""
+        """False, or else Accelerate would replace the attention by its own, which knows no windows."""
         return False
 
     @property
@@ -82,11 +75,9 @@ class ContextParallelismConfig(ParallelismConfig):
 
     def split(self, model: nn.Module) -> Callable[[], None]:
         """
-        Splits the sequences of a model's training steps over the processes of a group, see `split_sequences`, and
-        corrects what a `Trainer` gets wrong in evaluations, see `evaluation_inputs`. The model's method `train` calls
-        it, once it finds this configuration in the state of Accelerate.
-
-        Returns a function that ends this. Raises `ValueError` for other models.
+        Splits the sequences of a model's training steps, see `split_sequences`, corrects a `Trainer`'s evaluations,
+        see `evaluation_inputs`, and returns a function that ends this. The model's method `train` calls it if it finds
+        this configuration in the state of Accelerate. Raises `ValueError` for other models.
         """
         end = split_sequences(model, self.get_device_mesh()["cp"].get_group())
         forward, training_loader = model.forward, None
@@ -107,11 +98,9 @@ class ContextParallelismConfig(ParallelismConfig):
 
 def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
     """
-    Returns the model's inputs in a `Trainer`'s evaluation, corrected. Raises `ValueError` if figures would be wrong.
-
-    A `Trainer` divides the number of labels by that of the processes that share a row, also in evaluations, which are
-    not split. And it gives all these processes the same rows, so that its figures are averages over repeated rows;
-    this changes nothing unless the last batch is cut to its length as if no row had been repeated.
+    Returns the model's inputs in a `Trainer`'s evaluation, corrected: it divides the number of labels by that of the
+    processes that share a row, although evaluations are not split. It also gives all these processes the same rows.
+    Raises `ValueError` if it would then cut the last batch to its length as if no row had been repeated.
     """
     if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
         raise ValueError(
@@ -124,10 +113,7 @@ def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> 
 
 
 def check_parallelism(args: TrainingArguments):
-    """
-    Makes the context parallelism of a script or of `accelerate launch` ours. Raises `ValueError` for sequence
-    parallelism.
-    """
+    """Makes the context parallelism of a run ours. Raises `ValueError` for sequence parallelism."""
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()  # reads the other variables that `accelerate launch` sets
@@ -149,10 +135,7 @@ def processes_per_row(args: TrainingArguments) -> int:
 
 
 def get_loader_for_all_processes(accelerator: Accelerator, get_loader: Callable[[], DataLoader]) -> DataLoader:
-    """
-    Returns the data loader that `get_loader` prepares with `accelerator`, but which gives every process other rows: an
-    evaluation does not split sequences.
-    """
+    """Returns the data loader that `get_loader` prepares with `accelerator`, with other rows for every process."""
     mesh, accelerator.state.device_mesh = accelerator.state.device_mesh, None
     try:
         loader = get_loader()

@@ -38,19 +38,9 @@ END_OF_TEXT = "<|endoftext|>"
 # Not the end-of-text token: collators exclude padding from the loss, but the model has to learn where texts end.
 PAD = "<|pad|>"
 
-# Installed packages, tests, generated tables, and files that differ between operating systems or distributions.
-_NOT_LIBRARY_SOURCE = {
-    "__phello__",
-    "dist-packages",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
+# Installed packages, programs and tests; generated tables, and files that differ between systems or distributions.
+_NOT_LIBRARY_SOURCE = {"dist-packages", "ensurepip", "idlelib", "site-packages", "test", "tests", "turtledemo"}
+_NOT_LIBRARY_SOURCE |= {"__phello__", "encodings", "pydoc_data"}
 _HELD_OUT_256THS = 13  # about a twentieth
 
 STDLIB = "stdlib"
@@ -69,12 +59,11 @@ def load_documents(
     streaming: bool = False,
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Loads the documents of a dataset.
+    Loads the documents of a dataset, as the splits `train` and `validation` with the column `text`.
 
     A split `validation` (also called `valid`, `val` or `dev` in file names) is used as it is. If there is none, a
-    share of the training documents is held out. A hash of its text decides about each document, so that the number of
-    files, their order and equal documents make no difference. If there are too few documents, the end of each is held
-    out, for example the last 5% of its text. A split or a file called `test` is not used.
+    share of the training documents is held out, by a hash of the text, so that files, their order and equal documents
+    make no difference. Of too few documents, the end of each is held out. A split or a file called `test` is not used.
 
     Args:
         dataset_name: `"stdlib"` for the source of Python's standard library; a file or a folder of files (`.txt`, one
@@ -84,38 +73,32 @@ def load_documents(
         validation_percentage: Share of the training documents to hold out, 1 to 50.
         streaming: Whether to read the data during training instead of before, without storing it.
 
-    Returns:
-        The splits `train` and `validation`, with the column `text`.
-
     Raises:
         ValueError: If there is no such dataset or column, the column holds anything but strings, there are no
             documents, or there are files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
-        raise ValueError(f"`validation_split_percentage` must be between 1 and 50; got {validation_percentage}")
+        raise ValueError(f"`validation_percentage` must be between 1 and 50; got {validation_percentage}")
     if dataset_name == STDLIB:
         splits = load_stdlib()
         if not streaming:
             return splits
         streams = {name: x.to_iterable_dataset(min(STDLIB_SHARDS, len(x))) for name, x in splits.items()}
         return IterableDatasetDict(streams)
-    is_local = Path(dataset_name).exists()
-    if not is_local and (looks_like_a_path(dataset_name) or Path(dataset_name).suffix in _BUILDERS):
-        siblings = [path.name for path in Path(dataset_name).parent.glob("*")]
-        raise ValueError(
-            f"`dataset_name` must be {STDLIB}, a file, a folder, or a dataset on the Hub; there is no file or folder "
-            f"{dataset_name!r}{suggest(Path(dataset_name).name, siblings)}"
-        )
+    path, choices = Path(dataset_name), f"must be {STDLIB}, a file, a folder, or a dataset on the Hub"
+    is_local = path.exists()
+    if not is_local and (looks_like_a_path(dataset_name) or path.suffix in _BUILDERS):
+        hint = suggest(path.name, [sibling.name for sibling in path.parent.glob("*")])
+        raise ValueError(f"`dataset_name` {choices}; there is no file or folder {dataset_name!r}{hint}")
     if not is_local and (hint := suggest(dataset_name, [STDLIB])):
         raise ValueError(f"`dataset_name` {dataset_name!r} is unknown{hint}")
-    options = _local_files(Path(dataset_name)) if is_local else {"path": dataset_name}
+    options = _local_files(path) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
     except StopIteration as error:  # from the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        choices = f"; it must be {STDLIB}, a file, a folder, or a dataset on the Hub, and no file has this name"
-        hint = "" if is_local else choices
+        hint = "" if is_local else f"; it {choices}, and no file has this name"
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a `train` split; {dataset_name!r} has {', '.join(splits)}")
@@ -146,26 +129,20 @@ def _check_texts(documents: Dataset | IterableDataset, place: str) -> Dataset | 
     """
     if isinstance(documents, IterableDataset):
         return documents.map(_check_row, fn_kwargs={"place": place}, features=documents.features)
-    feature = documents.features["text"]
-    found = feature.dtype if isinstance(feature, Value) else type(feature).__name__.lower()
-    if "string" not in found:
-        raise _not_text(place, f"values of the type {found}")
-    if nulls := documents.data.column("text").null_count:
-        raise _not_text(place, f"no text (null) in {nulls} of {len(documents)} rows")
+    column = documents.data.column("text")
+    if column.null_count or str(column.type) not in ("string", "large_string"):
+        for row in documents:
+            _check_row(row, place)
     return documents
 
 
 def _check_row(row: dict, place: str) -> dict:
     if not isinstance(row["text"], str):
-        raise _not_text(place, repr(row["text"])[:60])
+        raise ValueError(
+            f"`text_column` must hold one string in each row; {place} {repr(row['text'])[:60]}. Remove such rows, or "
+            "convert them to text first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
+        )
     return row
-
-
-def _not_text(place: str, found: str) -> ValueError:
-    return ValueError(
-        f"`text_column` must hold one string in each row; {place} {found}. Remove such rows, or convert them to text "
-        "first (chat messages: `tokenizer.apply_chat_template(messages, tokenize=False)`)"
-    )
 
 
 def _local_files(path: Path) -> dict:
@@ -212,20 +189,12 @@ def _is_held_out(text: str, percentage: int, wanted: bool) -> bool:
 
 def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_000) -> DatasetDict:
     """
-    Loads the Python files of the running interpreter's standard library, a text that every machine has.
+    Loads the Python files of a folder, by default of the standard library, a text that every machine has. The split
+    `train` has files until they have `max_characters`, `validation` about a twentieth of all files.
 
-    Order and split depend only on a digest of each file's path inside `folder`. They are the same on every machine,
-    and a file stays in the same split from one Python version to the next.
-
-    Args:
-        folder: Where to look for `.py` files; the standard library's folder by default.
-        max_characters: Training files are added until they have this many characters.
-
-    Returns:
-        The splits `train` and `validation` (about a twentieth of the files) with the columns `text` and `path`.
-
-    Raises:
-        ValueError: If there is no file for one of the splits, as in a Python that was installed without its source.
+    Order and split depend only on a digest of each file's path inside the folder. They are the same on every machine,
+    and a file stays in the same split from one Python version to the next. Raises `ValueError` if there is no file for
+    one of the splits, as in a Python that was installed without its source.
     """
     folder = Path(folder or sysconfig.get_path("stdlib"))
     files = {}
@@ -248,24 +217,16 @@ def load_stdlib(folder: str | Path | None = None, max_characters: int = 6_000_00
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """
-    Loads a tokenizer, and checks that it fits the model.
-
-    Args:
-        name: A tokenizer's name on the Hub, or its folder.
-        vocab_size: The model's number of tokens.
-
-    Raises:
-        ValueError: If there is no such tokenizer, or it has more tokens than the model or no end-of-text token.
+    Loads a tokenizer by its name on the Hub or its folder. Raises `ValueError` if there is no such tokenizer, or it
+    has more than `vocab_size` tokens or no end-of-text token.
     """
+    choices = f"must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub"
     if looks_like_a_path(name) and not Path(name).is_dir():
-        raise ValueError(
-            f"`tokenizer` must be {', '.join(ALGORITHMS)}, a folder, or one on the Hub; there is no {name!r}"
-        )
+        raise ValueError(f"`tokenizer` {choices}; there is no {name!r}")
     try:
         tokenizer = utilities.load_tokenizer(name)
     except ValueError as error:
-        choices = f"; it must be {', '.join(ALGORITHMS)}, a folder, or a tokenizer on the Hub"
-        raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or choices}") from error
+        raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or f'; it {choices}'}") from error
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"`vocab_size` must be at least the {len(tokenizer)} tokens of the tokenizer {name!r}; got {vocab_size}"
@@ -286,7 +247,8 @@ def first_characters(texts: Iterable[str], number: int) -> Iterator[str]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe") -> PreTrainedTokenizerFast:
     """
-    Trains a byte-level tokenizer: it can tokenize every text, and decoding returns the text unchanged.
+    Trains a byte-level tokenizer: it can tokenize every text, and decoding returns the text unchanged. It has
+    `<|endoftext|>` as the beginning- and end-of-text token, and a padding token.
 
     Args:
         texts: The training text.
@@ -294,9 +256,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
         algorithm: `"bpe"` (byte-pair encoding, as in GPT-2) or `"unigram"` (the default algorithm of SentencePiece,
             arXiv:1804.10959). With little text, Unigram may produce fewer tokens. Trained again on the same text, it
             may number them differently.
-
-    Returns:
-        The tokenizer, with `<|endoftext|>` as the beginning- and end-of-text token, and a padding token.
 
     Raises:
         ValueError: If the vocabulary is too small for the bytes, or there is no such algorithm.
@@ -312,19 +271,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
     tokenizer = Tokenizer(model())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainer(vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD
-    )
+    options = {"special_tokens": special_tokens, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainer(vocab_size=vocab_size, **options))
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-ALGORITHMS = {
-    "bpe": (models.BPE, trainers.BpeTrainer),
-    "unigram": (models.Unigram, trainers.UnigramTrainer),
-}
+ALGORITHMS = {"bpe": (models.BPE, trainers.BpeTrainer), "unigram": (models.Unigram, trainers.UnigramTrainer)}
 
 
 def tokenize(
@@ -339,9 +292,8 @@ def tokenize(
         options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
             # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
-            rule = tokenizer.eos_token_id, _is_plain_text(tokenizer)
-            content = [documents._fingerprint, tokenizer.backend_tokenizer.to_str(), *rule]
-            options["new_fingerprint"] = Hasher.hash(content)
+            rules = tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template is None
+            options["new_fingerprint"] = Hasher.hash([documents._fingerprint, *rules])
     return documents.map(_tokenize_batch, **options)
 
 
@@ -351,15 +303,10 @@ def _tokenize_batch(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,  # no warnings about texts longer than the model's positions, which are cut by the packing
-        split_special_tokens=_is_plain_text(tokenizer),
+        split_special_tokens=tokenizer.chat_template is None,  # chat templates write special tokens into the text
     )
     end = tokenizer.eos_token_id  # some tokenizers add it themselves
     return {"input_ids": [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded["input_ids"]]}
-
-
-def _is_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether what looks like a special token in a document is text. Chat templates write such tokens."""
-    return tokenizer.chat_template is None
 
 
 def pack(
@@ -375,9 +322,9 @@ def pack(
             positions, which restart at each document, and at each block in a document that was cut.
 
     Returns:
-        Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`. The tokens
-        after the last full block are left out. The type is that of `tokens`. A stream has the shards (files) of
-        `tokens`: if several workers share it, each packs those that it reads, and leaves out its last tokens.
+        Rows with `input_ids` of exactly `block_size` tokens and, with `respect_boundaries`, `position_ids`, of the
+        type of `tokens`. The tokens after the last full block are left out; if workers share a stream, after the last
+        one of each.
 
     Raises:
         ValueError: If there is less than one block of tokens.
@@ -402,10 +349,7 @@ def _in_batches(documents: Dataset | IterableDataset, column: str) -> dict[str, 
 def first_blocks(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int, count: int | None = None
 ) -> torch.Tensor:
-    """
-    Returns the first `count` blocks of documents, or all, as token ids `(blocks, block_size)`. No more documents than
-    needed are tokenized.
-    """
+    """Returns the first `count` blocks of documents, or all, as ids `(blocks, block_size)`; tokenizes no more."""
     stream = documents.to_iterable_dataset() if isinstance(documents, Dataset) else documents
     rows = [row["input_ids"] for row in islice(pack(tokenize(stream, tokenizer), block_size), count)]
     return torch.tensor(np.array(rows, dtype=np.int64).reshape(-1, block_size))
@@ -422,54 +366,39 @@ class _Packer:
     """Maps batches of documents to the blocks that they complete, and keeps the rest for the next batch."""
 
     def __init__(self, block_size: int, respect_boundaries: bool):
-        self.block_size = block_size
-        self.respect_boundaries = respect_boundaries
-        self._next = 0
+        self.block_size, self.respect_boundaries, self._next = block_size, respect_boundaries, 0
 
     def __call__(self, batch: dict, indices: list[int]) -> dict[str, list]:
         if indices[0] == 0:  # of a pass, in each worker
-            self._ids, self._is_start = np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
+            self._rest = np.empty((2, 0), dtype=np.int32)  # token ids, and their positions in the documents
         elif indices[0] != self._next:
             raise RuntimeError(
                 "a stream of blocks must be read by one iterator at a time, from its beginning; to shuffle it, use "
                 "`shuffle_blocks`"
             )
         self._next = indices[-1] + 1
-        new = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
-        self._ids = np.concatenate((self._ids, *new))
-        self._is_start = np.concatenate((self._is_start, *(np.arange(len(ids)) == 0 for ids in new)))
-        full = len(self._ids) // self.block_size * self.block_size
-        blocks = {"input_ids": self._ids[:full].reshape(-1, self.block_size)}
-        if self.respect_boundaries:
-            index = np.arange(self.block_size, dtype=np.int32)
-            starts = np.where(self._is_start[:full].reshape(blocks["input_ids"].shape), index, 0)
-            blocks["position_ids"] = index - np.maximum.accumulate(starts, axis=1)
-        self._ids, self._is_start = self._ids[full:], self._is_start[full:]
-        return {name: rows.tolist() for name, rows in blocks.items()}
-
-    def __getstate__(self) -> dict:
-        """Only the settings, so that equal packing has an equal place in the cache."""
-        return {"block_size": self.block_size, "respect_boundaries": self.respect_boundaries, "_next": 0}
+        new = [np.stack([ids, np.arange(len(ids))]).astype(np.int32) for ids in batch["input_ids"]]
+        tokens = np.concatenate([self._rest, *new], axis=1)
+        full = tokens.shape[1] // self.block_size * self.block_size
+        self._rest = tokens[:, full:]
+        ids, positions = tokens[:, :full].reshape(2, -1, self.block_size)
+        blocks = {"input_ids": ids.tolist()}
+        if self.respect_boundaries:  # in a document that began in an earlier block, positions begin with the block
+            blocks["position_ids"] = np.minimum(positions, np.arange(self.block_size)).tolist()
+        return blocks
 
 
 class Passes(torch.utils.data.IterableDataset):
     """
     Batches of passes over a stream, one after the other and without end, for a `DataLoader` with `batch_size=None`.
 
-    All batches are full: one that is not at the end of a pass takes its other rows from the next pass. With several
-    processes, each reads the whole stream and takes its share of every `world_size` batches, so that together they see
-    what one process would see with larger batches.
+    All batches are full: the last one of a pass takes its other rows from the next pass, so that the end of a pass
+    changes neither the size of a step nor where a resumed training continues. With several processes, each reads the
+    whole stream and takes its share of every `world_size` batches: together, they see what one would see.
     """
 
     def __init__(self, rows: DataLoader, batch_size: int, collate: Callable, process_index: int, world_size: int):
-        """
-        Args:
-            rows: The rows of one pass, one at a time; its `dataset` may have `set_epoch`.
-            batch_size: Number of rows in a batch of one process.
-            collate: Makes a batch of a list of rows.
-            process_index: The number of this process.
-            world_size: The number of processes.
-        """
+        """Takes `rows` one at a time, and calls `set_epoch` of their `dataset`, if any, before every pass."""
         self.rows, self.batch_size, self.collate = rows, batch_size, collate
         self.process_index, self.world_size = process_index, world_size
 
@@ -485,22 +414,17 @@ class Passes(torch.utils.data.IterableDataset):
         for number in count():
             if hasattr(self.rows.dataset, "set_epoch"):
                 self.rows.dataset.set_epoch(number)
-            is_empty = True
+            row = None
             for row in self.rows:
-                is_empty = False
                 yield row
-            if is_empty:
+            if row is None:
                 raise ValueError("`train_dataset` must have rows; the stream has none")
 
 
 def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
     """
-    The collator for rows of `pack`. It stacks them and adds `labels`: the `input_ids`, with -100 at the first token of
-    every block and packed document, because there is nothing before it to predict it from.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=pack(tokens, 512), data_collator=collate_blocks)
-    ```
+    Stacks rows of `pack`, as the `data_collator` of a `Trainer`, and adds `labels`: the `input_ids`, with -100 at the
+    first token of every block and packed document, because there is nothing before it to predict it from.
     """
     # Streams yield 32-bit arrays, stored blocks are lists.
     batch = {name: values.long() for name, values in default_data_collator(blocks).items()}

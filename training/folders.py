@@ -39,12 +39,7 @@ def free_folder(folder: Path) -> Path:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """
-    Returns `folder` if it is a checkpoint of a `Trainer`, or else the last complete checkpoint in it.
-
-    Raises:
-        ValueError: If there is no such folder, or it contains no complete checkpoint.
-    """
+    """Returns `folder` if it is a complete checkpoint, or else the last one in it. Raises `ValueError` without one."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"`resume_from_checkpoint` must be the folder of a run; there is no {str(folder)!r}")
@@ -69,11 +64,7 @@ def _complete_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def check_checkpoint(checkpoint: str | Path):
-    """
-    Raises `ValueError` for a checkpoint from which a run cannot resume as if it had not been interrupted.
-
-    A `Trainer` that finds no state of the optimizer or the schedule silently starts them anew.
-    """
+    """Raises `ValueError` for a checkpoint that lacks what a `Trainer` would silently start anew."""
     checkpoint = Path(checkpoint)
     if (checkpoint / "latest").is_file():
         return  # a checkpoint of DeepSpeed, which looks for its files itself
@@ -83,6 +74,6 @@ def check_checkpoint(checkpoint: str | Path):
         names = ", ".join(name.replace("*.", ".").replace("*", ".pt") for name in missing)
         raise ValueError(
             f"`resume_from_checkpoint` must contain all that a run needs to resume; got {str(checkpoint)!r} without "
-            f"{names} (`save_only_model` saves none of them), so the optimizer or its schedule would start anew. To "
-            f"start a new run from the weights alone: --model_name_or_path {shlex.quote(str(checkpoint))}"
+            f"{names} (`save_only_model` saves none of them). To start a new run from the weights alone: "
+            f"--model_name_or_path {shlex.quote(str(checkpoint))}"
         )

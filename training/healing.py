@@ -1,9 +1,4 @@
-"""
-Healing a converted checkpoint: loads a teacher to learn from, and selects which weights to train.
-
-The loss of a step with a teacher is the Kullback-Leibler divergence of the teacher's next-token distributions, see
-`lsgpt.modeling_lsgpt.loss_lsgpt`.
-"""
+"""Healing a converted checkpoint: loads a teacher to learn from, and selects which weights to train."""
 
 import math
 from pathlib import Path
@@ -22,23 +17,13 @@ from .data import collate_blocks
 from .metrics import perplexity_of, total_loss
 
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
     """
     Loads a causal language model to learn from: frozen, in evaluation mode, on the device of the run and in the
-    precision in which the run computes.
-
-    Args:
-        name: Its folder, its name on the Hub, or a GGUF file.
-        args: The arguments of the run.
-
-    Raises:
-        ValueError: If there is no such model, or its files lack some of its weights.
-        ImportError: If `name` is a GGUF file and the package `gguf` is not installed.
+    precision in which the run computes. `name` is its folder, its name on the Hub, or a GGUF file. Raises `ValueError`
+    if there is no such model or its files lack weights, and `ImportError` for a GGUF file without the package `gguf`.
     """
-    dtype = PRECISIONS.get(args.mixed_precision, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision, torch.float32)
     try:
         teacher = load_complete(name, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -55,22 +40,14 @@ def check_teacher(
     respect_boundaries: bool,
 ):
     """
-    Raises `ValueError` if the teacher does not fit the student: it must have the same vocabulary, at least as many
-    positions as a block has tokens, and keep packed documents apart if the student does.
-
-    Args:
-        teacher: The teacher.
-        name: What `load_teacher` was given. If there is a tokenizer in this place, it is compared with the student's.
-        tokenizer: The student's tokenizer.
-        vocab_size: The student's number of tokens.
-        block_size: Number of tokens in a block.
-        respect_boundaries: Whether positions restart with each document.
+    Raises `ValueError` if the teacher does not fit the student: it must have the same tokenizer (unless there is none
+    in the place `name`) and `vocab_size`, at least `block_size` positions, and, with `respect_boundaries`, keep packed
+    documents apart.
     """
     config = teacher.config.get_text_config()
     if config.vocab_size != vocab_size:
         raise ValueError(
-            f"`teacher` must have the model's `vocab_size` ({vocab_size}), because it predicts the probability of "
-            f"each token; {name!r} has {config.vocab_size}"
+            f"`teacher` must have the model's `vocab_size` ({vocab_size}); {name!r} has {config.vocab_size}"
         )
     _check_tokenizer(name, tokenizer)
     positions = getattr(config, "max_position_embeddings", None)
@@ -80,8 +57,8 @@ def check_teacher(
         )
     if respect_boundaries and not _keeps_documents_apart(teacher, vocab_size):
         raise ValueError(
-            f"`respect_boundaries` must be false with `teacher` {name!r}: that model does not keep packed documents "
-            "apart, so its predictions would use text that the student cannot see"
+            f"`respect_boundaries` must be false with `teacher` {name!r}, which does not keep packed documents apart: "
+            "its predictions would use text that the student cannot see"
         )
 
 
@@ -98,8 +75,8 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase):
         return
     token = min({token for token, _ in own.items() ^ other.items()}, key=lambda token: own.get(token, math.inf))
     raise ValueError(
-        f"`teacher` must have the tokenizer of the model, because it predicts the probability of each token; "
-        f"{token!r} has the id {own.get(token)} in the model's and {other.get(token)} in that of {name!r}"
+        f"`teacher` must have the tokenizer of the model, in which {token!r} has the id {own.get(token)}; in that of "
+        f"{name!r}, it has {other.get(token)}"
     )
 
 
@@ -121,13 +98,8 @@ def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor])
 
 def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset, args: TrainingArguments) -> float:
     """
-    Measures the perplexity of a model over the predicted tokens of all blocks. Processes share the work, so all of
-    them must call it.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        blocks: Rows of `pack`.
-        args: The arguments of the run; a batch has `per_device_eval_batch_size` rows.
+    Returns the perplexity of a causal language model in evaluation mode over the predicted tokens of rows of `pack`.
+    The processes share the work in batches of `per_device_eval_batch_size`, so all of them must call it.
     """
     blocks = split_dataset_by_node(blocks, args.process_index, args.world_size)
     batches = DataLoader(blocks, batch_size=args.per_device_eval_batch_size, collate_fn=collate_blocks)
@@ -139,21 +111,12 @@ def measure_perplexity(model: PreTrainedModel, blocks: Dataset | IterableDataset
     return perplexity_of(total, count)
 
 
-def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16) -> Any:
+def choose_trainable(model: PreTrainedModel, trainable: str) -> Any:
     """
-    Freezes the weights that are not trained, and adds adapters for `lora`.
-
-    Args:
-        model: An LSGPT model.
-        trainable: `all` weights; `light`, only the vectors, which are sinks, biases and norms; or `lora`, the vectors
-            and an adapter for every matrix of the blocks.
-        lora_rank: Rank of the adapters; their product is scaled by 2.
-
-    Returns:
-        The adapters, a `peft.LoraModel`, whose `merge_and_unload` merges them into the weights; or `None`.
-
-    Raises:
-        ImportError: If `trainable` is `lora` and the package `peft` is not installed.
+    Makes an LSGPT model train `all` of its weights; `light`, only the vectors, which are sinks, biases and norms; or
+    `lora`, the vectors and an adapter of rank 16 for every matrix of the blocks. Returns the adapters, a
+    `peft.LoraModel`, whose `merge_and_unload` merges them into the weights, or `None`. Raises `ImportError` if they
+    need the package `peft`, and it is not installed.
     """
     if trainable == "all":
         return None
@@ -163,9 +126,8 @@ def choose_trainable(model: PreTrainedModel, trainable: str, lora_rank: int = 16
             from peft import LoraConfig, LoraModel  # noqa: PLC0415 (optional)
         except ImportError as error:
             raise ImportError("`trainable: lora` needs the package peft: pip install peft") from error
-        # The adapters are added inside the model, which stays a Transformers model. Its checkpoints contain weights
-        # and adapters under their own names, and a run can resume from them as from any other checkpoint.
-        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        # Inside the model, which stays a Transformers model: a run can resume from its checkpoints as from others.
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         adapters = LoraModel(model, config, "default")
     else:
         model.requires_grad_(False)

@@ -1,12 +1,8 @@
 """
 Losses that give wrong labels less weight than the cross-entropy does, for `Trainer(compute_loss_func=...)`.
 
-Each is a function of the cross-entropy `l = -log p` of one example, which for a language model is one token. All take
-what a `Trainer` passes: the model's outputs, the labels and, in training, the number of labels of the whole step.
-
-The Trainer then computes the loss outside the model, so the model has to return all of its logits. `LSGPTTrainer` can
-avoid this (`skip_logits`) only for the model's own loss. In addition to the logits and their gradient, these losses
-need memory for 1,024 tokens.
+Each is a function of the cross-entropy `l = -log p` of one example, which for a language model is one token. The model
+has to return all of its logits; in addition to them and their gradient, these losses need memory for 1,024 tokens.
 """
 
 import math
@@ -31,13 +27,8 @@ def exponentiated_loss(e: float, floor: float = 1e-4, causal: bool = True) -> Lo
     The mean of `l ** e` over the examples (arXiv:1902.06127): the smaller `e`, the less a large loss counts.
 
     The slope `e * l ** (e - 1)` is unbounded as `l` goes to 0. Below `floor`, the loss is therefore the tangent to
-    `l ** e` at `floor`: value and slope are continuous, the slope is at most `e * floor ** (e - 1)`, and the loss at
-    0 is `(1 - e) * floor ** e`. This changes little, because the gradient with respect to the logits goes to 0 with
-    `l` in both cases.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, compute_loss_func=exponentiated_loss(0.7))
-    ```
+    `l ** e` at `floor`: value and slope are continuous, the slope is at most `e * floor ** (e - 1)`, and the loss at 0
+    is `(1 - e) * floor ** e`.
 
     Args:
         e: The exponent, above 0 and at most 1; 1 gives the cross-entropy. The paper uses 0.5 to 1.
@@ -46,7 +37,7 @@ def exponentiated_loss(e: float, floor: float = 1e-4, causal: bool = True) -> Lo
             token classifier, this must be false; for logits `(B, C)`, it makes no difference.
 
     Returns:
-        A function of `outputs`, `labels` and `num_items_in_batch`, see `lsgpt.training.losses`.
+        A function of `outputs`, `labels` and `num_items_in_batch`, as a `Trainer` passes them.
 
     Raises:
         ValueError: If an argument is invalid. The returned function raises it if logits and labels do not match.
@@ -114,15 +105,10 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """
-        Args:
-            outputs: A model's output, a dictionary with `logits` or a tuple that begins with them: `(B, T, V)` for a
-                language model or a token classifier, `(B, C)` for a classifier.
-            labels: `(B, T)`, not shifted for a language model, or `(B,)`; -100 where there is nothing to learn.
-            num_items_in_batch: The divisor of the sum: the number of labels in all micro-batches of a step. By
-                default, the number of `labels` that are not ignored.
-
-        Returns:
-            The loss, a scalar; 0 where no label counts.
+        Returns the loss, a scalar, of a model's outputs, whose logits are `(B, T, V)` or, of a classifier, `(B, C)`,
+        and of labels `(B, T)`, not shifted for a language model, or `(B,)`; -100 where there is nothing to learn. The
+        sum is divided by `num_items_in_batch`, the number of labels in all micro-batches of a step; by default, by
+        that of these labels.
         """
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         if labels is None:

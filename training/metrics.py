@@ -3,8 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 @torch.no_grad()
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
     """
-    Returns the loss of each token, for `Trainer(preprocess_logits_for_metrics=token_losses)`. A Trainer that keeps
-    these losses instead of the logits needs less memory for them by a factor of the vocabulary size.
+    Returns the loss of each token, for `Trainer(preprocess_logits_for_metrics=token_losses)`.
 
     Args:
         logits: `(B, T, V)`, or a tuple that begins with them.
@@ -31,7 +29,7 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
 
     Returns:
         `(B, T)` in float32: at `[b, t]` the cross-entropy in nats of `labels[b, t]` under `logits[b, t - 1]`, and zero
-        for ignored labels and in the first column. The width is that of the labels, so that a Trainer pads both alike.
+        for ignored labels and in the first column.
 
     Raises:
         ValueError: If the shapes of logits and labels do not match.
@@ -59,12 +57,8 @@ def check_shapes(logits: torch.Tensor, labels: torch.Tensor):
 @torch.no_grad()
 def total_loss(model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[float, int]:
     """
-    Returns the total loss of a causal language model in nats, and the number of predicted tokens.
-
-    Args:
-        model: The model, in evaluation mode.
-        batches: The model's inputs with `labels` `(B, T)`, which are not shifted, and -100 where there is nothing to
-            predict.
+    Returns the total loss of a causal language model in evaluation mode, in nats, and the number of predicted tokens.
+    Batches are its inputs with `labels` `(B, T)`, not shifted; -100 where there is nothing to predict.
     """
     options = {"skip_logits": True} if model.config.model_type == LSGPTConfig.model_type else {}
     total, count = 0.0, 0
@@ -83,7 +77,7 @@ def perplexity_of(total: float, count: int) -> float:
         return float(np.exp(total / count))
 
 
-def summarize(predictions: Iterable, references: Iterable, bytes_per_token: np.ndarray | None = None) -> dict:
+def summarize(predictions: Sequence, references: Sequence, bytes_per_token: np.ndarray | None = None) -> dict:
     """Returns what `TokenMetrics` does, for all rows at once."""
     losses, labels, positions = _predicted_tokens(predictions, references)
     block_size = max(map(len, references))
@@ -106,23 +100,22 @@ def summarize(predictions: Iterable, references: Iterable, bytes_per_token: np.n
     return {**results, "bits_per_byte": total / math.log(2) / float(num_bytes)}
 
 
-def _predicted_tokens(predictions: Iterable, references: Iterable) -> tuple[np.ndarray, ...]:
+def _predicted_tokens(predictions: Sequence, references: Sequence) -> tuple[np.ndarray, ...]:
     """Returns the losses (float64), the labels and the positions in their rows of all predicted tokens."""
-    lengths = [len(row) for row in references]
-    for row, (values, length) in enumerate(zip(predictions, lengths)):
-        if len(values) != length:
+    for number, (row, labels) in enumerate(zip(predictions, references)):
+        if len(row) != len(labels):
             raise ValueError(
-                f"rows of `predictions` must be as long as those of `references`; got {len(values)} losses and "
-                f"{length} labels in row {row}"
+                f"rows of `predictions` must be as long as those of `references`; got {len(row)} losses and "
+                f"{len(labels)} labels in row {number}"
             )
-    losses = np.fromiter(chain.from_iterable(predictions), np.float64)
-    labels = np.fromiter(chain.from_iterable(references), np.int64)
-    positions = np.fromiter(chain.from_iterable(map(range, lengths)), np.int64)
+    losses = np.concatenate([np.asarray(row, np.float64) for row in predictions])
+    labels = np.concatenate([np.asarray(row, np.int64) for row in references])
+    positions = np.concatenate([np.arange(len(row)) for row in references])
     predicted = (labels != IGNORED_LABEL) & (positions > 0)
     if not predicted.any():
         raise ValueError(
             f"`references` must have a label other than {IGNORED_LABEL} after a row's first token; got none in "
-            f"{len(lengths)} rows"
+            f"{len(references)} rows"
         )
     return losses[predicted], labels[predicted], positions[predicted]
 
@@ -131,9 +124,8 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """
     Returns the number of bytes that each token stands for in decoded text, as `TokenMetrics` takes them.
 
-    If the tokenizer is lossless, the numbers for the tokens of a text add up to its length in UTF-8 bytes. A space
-    that the tokenizer itself puts before a text (`prepend_scheme`, `add_prefix_space`) counts as one byte, because its
-    token is the same as for a space in the text.
+    If the tokenizer is lossless, the numbers for the tokens of a text add up to its length in UTF-8 bytes, and one for
+    a space that the tokenizer itself puts before a text (`prepend_scheme`, `add_prefix_space`).
 
     Args:
         tokenizer: A fast tokenizer with a byte-level (GPT-2) or a metaspace (SentencePiece) decoder.
@@ -142,7 +134,7 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         `(len(tokenizer),)` in int64; zero for special tokens.
 
     Raises:
-        ValueError: If the tokenizer is of another kind, because its tokens do not show the text they stand for.
+        ValueError: If the tokenizer is of another kind, whose tokens do not show the text they stand for.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = str(json.loads(backend.to_str())["decoder"] if backend else None)
@@ -170,13 +162,11 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 class LanguageModelingMetrics:
     """
-    Perplexity and bits per byte for a `Trainer`, which logs them as `eval_perplexity` and `eval_bits_per_byte`.
-
-    Unlike `eval_loss`, which is a mean over batches, they weight every token equally, even across processes.
+    Perplexity and bits per byte for a `Trainer`, which logs them as `eval_perplexity` and `eval_bits_per_byte`. Unlike
+    `eval_loss`, a mean over batches, they weight every token equally, even across processes.
 
     ```python
-    >>> metrics = LanguageModelingMetrics(tokenizer)
-    >>> trainer = Trainer(..., compute_metrics=metrics, preprocess_logits_for_metrics=token_losses)
+    >>> Trainer(..., compute_metrics=LanguageModelingMetrics(tokenizer), preprocess_logits_for_metrics=token_losses)
     ```
 
     Attributes:
@@ -184,20 +174,14 @@ class LanguageModelingMetrics:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        """Counts the bytes of the tokens with `count_bytes`, and raises `ValueError` under the same conditions."""
+        """Counts the bytes of the tokens with `count_bytes`, which may raise `ValueError`."""
         self.bytes_per_token = count_bytes(tokenizer).numpy()
         self.loss_by_position: np.ndarray | None = None
 
     def __call__(self, eval_prediction: EvalPrediction) -> dict[str, float]:
         """
-        Args:
-            eval_prediction: Token losses `(N, T)` as `predictions` and labels `(N, T)` as `label_ids`.
-
-        Returns:
-            `perplexity` and `bits_per_byte`.
-
-        Raises:
-            ValueError: If the predictions are not token losses, or as in `TokenMetrics`.
+        Returns `perplexity` and `bits_per_byte` of `predictions`, token losses `(N, T)`, for `label_ids` `(N, T)`.
+        Raises `ValueError` if the predictions are no token losses, or as `TokenMetrics` does.
         """
         losses, labels = eval_prediction.predictions, eval_prediction.label_ids
         if np.shape(losses) != np.shape(labels):

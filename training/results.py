@@ -9,15 +9,6 @@ from pathlib import Path
 from typing import Any
 
 
-_OPTIONAL = (
-    "eval_averaged_perplexity",
-    "max_logit",
-    "perplexity_before_training",
-    "stopped_by",
-    "teacher_perplexity",
-)
-
-
 @dataclass
 class RunResult:
     """
@@ -71,8 +62,10 @@ class RunResult:
         values = from_json((Path(folder) / "results.json").read_text(encoding="utf-8"))
         status = re.match(r"(\w+)(?: at step (\d+))?(?: by (.*))?", values.get("status", "finished"))
         kept: dict[str, Any] = {"outcome": status[1], "stopped_by": status[3]}  # of runs before there was an outcome
-        for name in (f.name for f in fields(cls) if f.name in values):
-            kept[name] = math.nan if values[name] is None and name not in _OPTIONAL else values[name]
+        for f in fields(cls):
+            if f.name in values:
+                is_lost = values[f.name] is None and f.default is not None
+                kept[f.name] = math.nan if is_lost else values[f.name]
         kept["loss_by_position"] = [math.nan if x is None else x for x in kept.get("loss_by_position", [])]
         return cls(**kept)
 

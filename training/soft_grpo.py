@@ -7,6 +7,7 @@ it. What it relies on in TRL beyond what that promises is checked by `tests/upst
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +15,13 @@ from torch.nn import functional as F
 from transformers.hf_argparser import HfArg
 
 from .soft_thinking import (
+    SAMPLING_FIELDS,
     STEP_FIELDS,
     check_decoder,
     check_sampling,
     completion_log_probs,
     embed_steps,
     find_end_of_thinking,
-    forward_parameters,
     generate_soft_thinking,
     in_float32,
     run_decoder,
@@ -38,8 +39,8 @@ except ImportError as error:
 @dataclass
 class SoftGRPOConfig(GRPOConfig):
     """
-    TRL's `GRPOConfig` with four more fields for soft thinking, and with the published values as defaults: those of the
-    paper's script, or of verl where the script sets none. The defaults of lengths and batch sizes are TRL's.
+    TRL's `GRPOConfig` with four more fields for soft thinking, and with the published values as defaults, except for
+    lengths and batch sizes: those of the paper's script, or of verl where the script sets none.
 
     Raises:
         ValueError: If a value is out of range, or soft thinking does not support an option of TRL.
@@ -50,8 +51,8 @@ class SoftGRPOConfig(GRPOConfig):
     end_of_thinking: str = HfArg(default="</think>", help="The token of the tokenizer that ends the soft thinking.")
     max_thinking_tokens: int | None = HfArg(
         default=None,
-        help="Number of soft steps after which the end-of-thinking token is inserted. An inserted token is not "
-        "trained on. By default, only `max_completion_length` limits the thinking.",
+        help="Number of soft steps after which the end-of-thinking token is inserted, which is not trained on; by "
+        "default, only `max_completion_length` limits the thinking.",
     )
 
     temperature: float = HfArg(default=1.0, help="Divides the logits, while thinking and after it.")
@@ -61,37 +62,23 @@ class SoftGRPOConfig(GRPOConfig):
     epsilon: float = HfArg(default=0.2, help="The ratio is clipped to [1 - epsilon, 1 + epsilon].")
     delta: float | None = HfArg(default=3.0, help="Bound of the ratio where the advantage is negative (dual clip).")
     loss_type: str = HfArg(default="bnpo", help="`bnpo` is the mean over the tokens of a batch.")
-    use_bias_correction_kl: bool = HfArg(
-        default=False, help="Whether the ratio multiplies the KL divergence; published: no."
-    )
+    use_bias_correction_kl: bool = HfArg(default=False, help="Whether the ratio multiplies the KL divergence.")
     lr_scheduler_type: str = HfArg(default="constant", help="Schedule of the learning rate.")
     weight_decay: float = HfArg(default=0.01, help="Weight decay of AdamW.")
 
     def __post_init__(self):
-        check_sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.gumbel_temperature,
-            self.noise_factor,
-            self.max_thinking_tokens,
-        )
-        unsupported = {
-            "use_vllm": False,
-            "use_transformers_continuous_batching": False,
-            "use_transformers_paged": False,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "generation_kwargs": None,
-            "cache_implementation": None,
-        }
-        for name, default in unsupported.items():
+        check_sampling(**self.sampling)
+        required = {"use_vllm": False, "use_transformers_continuous_batching": False, "use_transformers_paged": False}
+        required |= {"cache_implementation": None, "generation_kwargs": None, "min_p": None, "repetition_penalty": 1.0}
+        for name, default in required.items():
             if (value := getattr(self, name)) != default:
-                raise ValueError(
-                    f"`{name}` must be {default}, because soft thinking has its own generation loop, which does not "
-                    f"support it; got {value!r}"
-                )
+                raise ValueError(f"`{name}` must be {default}: soft thinking does not support it; got {value!r}")
         super().__post_init__()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of `generate_soft_thinking` among the fields."""
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
 
 class SoftGRPOTrainer(GRPOTrainer):
@@ -100,19 +87,10 @@ class SoftGRPOTrainer(GRPOTrainer):
 
     All inputs are detached, as published. If input and output embeddings are not tied, the input embeddings are
     therefore not trained. The logits of all completion tokens of a batch of `per_device_train_batch_size` sequences
-    are in memory at once.
-
-    Args:
-        model: A model, or its folder or name. The reference model (if `beta` is above 0) is loaded from the same place
-            as the model, unless the model has a PEFT adapter.
-        reward_funcs: As in `GRPOTrainer`; they see the visible tokens.
-        args: Required.
-        *others: As in `GRPOTrainer`.
-        **more: As in `GRPOTrainer`.
+    are in memory at once. Arguments are those of `GRPOTrainer`; reward functions see the visible tokens.
 
     Raises:
-        ValueError: If a model, a tokenizer or an option cannot be used with soft thinking. It is raised before
-            training.
+        ValueError: If a model, a tokenizer or an option cannot be used with soft thinking.
     """
 
     _tag_names = ["trl", "soft-grpo"]
@@ -172,14 +150,9 @@ class SoftGRPOTrainer(GRPOTrainer):
                 attention_mask,
                 end_of_thinking_id=self.end_of_thinking_id,
                 max_new_tokens=self.max_completion_length,
-                max_thinking_tokens=self.args.max_thinking_tokens,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                gumbel_temperature=self.args.gumbel_temperature,
-                noise_factor=self.args.noise_factor,
                 eos_token_id=self.eos_token_ids,
                 pad_token_id=self._tokenizer.pad_token_id,
+                **self.args.sampling,
             )
         self._rollout = rollout._asdict()
         completion_ids = [ids[mask].tolist() for ids, mask in zip(rollout.token_ids, rollout.mask)]
@@ -196,10 +169,9 @@ class SoftGRPOTrainer(GRPOTrainer):
             output["tool_mask"] = 1 - _pad_steps(rollout["is_forced"], length).int()
             count = (output["completion_mask"] * output["tool_mask"]).sum()
             output["num_items_in_batch"] = self.accelerator.gather(count).sum()
-        thinking = self.accelerator.gather(rollout["is_soft"].sum(-1)).float()
-        self._metrics["train" if self.model.training else "eval"]["completions/mean_thinking_length"].append(
-            thinking.mean().item()
-        )
+        thinking = self.accelerator.gather(rollout["is_soft"].sum(-1)).float().mean().item()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["completions/mean_thinking_length"].append(thinking)
         return output
 
     def _compute_loss(self, model, inputs):
@@ -211,18 +183,9 @@ class SoftGRPOTrainer(GRPOTrainer):
             self._rollout = None
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **multimodal,
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **refused
     ):
         """Overrides TRL's method: inputs are embeddings, and soft steps are scored by the density of their noise."""
-        known = forward_parameters(model)
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
         all_steps = [_pad_steps(self._rollout[name], logits_to_keep) for name in STEP_FIELDS]
         train_entropy = torch.is_grad_enabled() and (self.args.entropy_coef != 0 or self.args.use_adaptive_entropy)
@@ -236,9 +199,7 @@ class SoftGRPOTrainer(GRPOTrainer):
                 soft = embed_steps(embeddings, token_ids, *steps, self.args.gumbel_temperature)
                 inputs_embeds = torch.cat([embeddings(prompt_ids), soft], dim=1)
             with self.accelerator.autocast():
-                outputs = run_decoder(
-                    model, known, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False
-                )
+                outputs = run_decoder(model, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False)
             logits = outputs.logits[:, -logits_to_keep - 1 : -1]
             is_padding = attention_mask[rows, -logits_to_keep:] == 0
             scores = completion_log_probs(logits, token_ids, *steps, self.temperature)

@@ -4,13 +4,10 @@ Soft thinking (arXiv:2505.15778) with Gumbel noise, as in SofT-GRPO (arXiv:2511.
 While it thinks, the model does not choose one token per step. Instead, the next input is a mixture of the embeddings
 of the k most likely tokens, whose weights are made random by Gumbel noise. After the end-of-thinking token, tokens are
 sampled as usual. Given the noisy log-probabilities `u` of a step, the density of the noise `u - log p` gives the
-log-probability of the step under other model weights, which is what reinforcement learning needs.
-
-This module contains the equations as functions of tensors, and `generate_soft_thinking` for any decoder that takes
-`inputs_embeds`. `lsgpt.training.soft_grpo` trains with them.
+log-probability of the step under other model weights, which `lsgpt.training.soft_grpo` needs.
 
 Shapes: B sequences, P prompt tokens, C completion tokens, V vocabulary size, k candidates per step, D embedding
-dimensions.
+dimensions. `temperature` always divides the logits.
 """
 
 import inspect
@@ -32,28 +29,25 @@ GUMBEL_BOUNDS = (-1.5, 3.0)
 LOWEST_LOG_PROBABILITY = -3.0
 """Candidates with a log-probability below this do not count in the log-probability of a step."""
 
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "gumbel_temperature", "noise_factor", "max_thinking_tokens")
+"""The settings of `generate_soft_thinking` that `check_sampling` checks."""
+
 STEP_FIELDS = ("candidate_ids", "noisy_log_probs", "is_soft")
 """The fields of a `SoftRollout` that scoring needs besides the visible tokens, in the order of `embed_steps`."""
-
-
-# The equations
 
 
 def select_candidates(
     logits: torch.Tensor, top_k: int = 5, top_p: float = 0.95, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the `top_k` most likely tokens and their probabilities after nucleus filtering with `top_p`.
+    Returns the k most likely tokens, the most likely first, and their probabilities after nucleus filtering, which sum
+    to 1. Both are `(..., k)`.
 
     Args:
         logits: `(..., V)`.
-        top_k: Number of candidates k, or V if that is smaller.
+        top_k: The number k, or V if that is smaller.
         top_p: Share of the candidates' probability to keep, in (0, 1]; the most likely one is always kept.
         temperature: Divides the logits.
-
-    Returns:
-        Token ids `(..., k)`, the most likely first, and their probabilities `(..., k)`, which sum to 1 and are 0 for
-        the tokens that `top_p` cuts off.
     """
     values, ids = (in_float32(logits) / temperature).topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(-1)
@@ -66,13 +60,8 @@ def add_gumbel_noise(
     probabilities: torch.Tensor, noise_factor: float = 1.0, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    Returns the noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of the candidates, where g is drawn from
-    the standard Gumbel distribution and clamped to [-1.5, 3].
-
-    Args:
-        probabilities: `(..., k)`.
-        noise_factor: Scale of the noise; 0 for no noise.
-        generator: A generator on the device of `probabilities`; PyTorch's own by default.
+    Returns the noisy log-probabilities `u = log(p + 1e-6) + noise_factor * g` of candidates with the probabilities p
+    `(..., k)`, where g is drawn from the standard Gumbel distribution and clamped to [-1.5, 3].
     """
     gumbel = -torch.empty_like(probabilities).exponential_(generator=generator).log()
     return (probabilities + SMALLEST_PROBABILITY).log() + noise_factor * gumbel.clamp(*GUMBEL_BOUNDS)
@@ -90,17 +79,8 @@ def soft_log_probs(
     Returns the log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of
     the noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
 
-    The gradient flows through p, the probabilities among the candidates only, which sum to 1. With more than 20
-    candidates, it may happen that none is likely enough; the log-probability is then 0.
-
-    Args:
-        logits: `(..., V)`.
-        candidate_ids: `(..., k)`, as in the rollout.
-        noisy_log_probs: u `(..., k)`, as in the rollout.
-        temperature: Divides the logits, as in the rollout.
-
-    Returns:
-        `(...)`.
+    Logits are `(..., V)`, candidates and u `(..., k)`, and the result `(...)`. The gradient flows through p, the
+    probabilities among the candidates only. If none of them is likely enough, the log-probability is 0.
     """
     probabilities = (in_float32(logits).gather(-1, candidate_ids) / temperature).softmax(-1)
     log_probs = (probabilities + SMALLEST_PROBABILITY).log()
@@ -119,16 +99,9 @@ def completion_log_probs(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """
-    Returns the log-probability of each step of completions: `soft_log_probs` for a soft step, the log-probability of
-    the token for any other.
-
-    Args:
-        logits: `(B, C, V)`, those from which each step was drawn.
-        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
-        temperature: Divides the logits.
-
-    Returns:
-        `(B, C)`.
+    Returns the log-probability of each step of completions, `(B, C)`: `soft_log_probs` for a soft step, the
+    log-probability of the token for any other. `logits` `(B, C, V)` are those from which each step was drawn; for the
+    other tensors, see `SoftRollout`.
     """
     soft = soft_log_probs(logits, candidate_ids, noisy_log_probs, temperature)
     discrete = (in_float32(logits) / temperature).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
@@ -146,12 +119,8 @@ def embed_steps(
 ) -> torch.Tensor:
     """
     Returns the model's input after each step, `(B, C, D)`, without a gradient: the mixture of the candidates'
-    embeddings after a soft step, the embedding of the token after any other.
-
-    Args:
-        embeddings: The model's `get_input_embeddings()`.
-        token_ids, candidate_ids, noisy_log_probs, is_soft: See `SoftRollout`.
-        gumbel_temperature: tau.
+    embeddings after a soft step, the embedding of the token after any other. `embeddings` are the model's
+    `get_input_embeddings()`; for the tensors, see `SoftRollout`.
     """
     candidates = embeddings(candidate_ids)
     weights = soft_weights(noisy_log_probs, gumbel_temperature).to(candidates.dtype)
@@ -164,11 +133,8 @@ def in_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# Generation
-
-
 class SoftRollout(NamedTuple):
-    """Completions of `generate_soft_thinking`. If a step is not soft, its candidates and noise are 0."""
+    """Completions of `generate_soft_thinking`. Steps that are not soft have zeros as candidates and noise."""
 
     token_ids: torch.Tensor
     """`(B, C)`: the visible tokens; for a soft step, the one with the largest weight; padding after the end."""
@@ -204,9 +170,8 @@ def generate_soft_thinking(
     use_cache: bool = True,
 ) -> SoftRollout:
     """
-    Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it.
-
-    The mode of the model is not changed: call `model.eval()` first if it has dropout.
+    Continues prompts, thinking softly up to the end-of-thinking token and sampling tokens after it. If the model has
+    dropout, call `model.eval()` first.
 
     Args:
         model: Any decoder whose `forward` takes `inputs_embeds`.
@@ -215,11 +180,8 @@ def generate_soft_thinking(
         end_of_thinking_id: The token that ends the thinking, see `find_end_of_thinking`.
         max_new_tokens: Length C at which a completion ends in any case.
         max_thinking_tokens: After this many soft steps, the end-of-thinking token is inserted; by default, never.
-        temperature: Divides the logits, while thinking and after it.
-        top_k: Number of candidates k, while thinking and after it.
-        top_p: Share of their probability to keep, while thinking and after it.
-        gumbel_temperature: tau of the weights of a soft step.
-        noise_factor: Scale of the Gumbel noise; 0 for soft thinking without noise.
+        temperature, top_k, top_p: See `select_candidates`; they also apply after the thinking.
+        gumbel_temperature, noise_factor: See `soft_weights` and `add_gumbel_noise`; no noise with a factor of 0.
         eos_token_id: The token or tokens that end a completion; those of `model.generation_config` by default.
         pad_token_id: Fills completions that end before others.
         generator: A generator on the model's device; PyTorch's own by default.
@@ -240,14 +202,16 @@ def generate_soft_thinking(
         eos_token_id = model.generation_config.eos_token_id
     eos_token_ids = torch.tensor([] if eos_token_id is None else eos_token_id, dtype=torch.long).to(input_ids.device)
 
-    known, embeddings = forward_parameters(model), model.get_input_embeddings()
+    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
+    recomputes = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules())
+    embeddings = model.get_input_embeddings()
     inputs_embeds, past_key_values = embeddings(input_ids), None
     is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
     is_running = is_thinking
     steps = []
     for length in range(max_new_tokens):
         options = {"past_key_values": past_key_values, "use_cache": use_cache}
-        outputs = run_decoder(model, known, inputs_embeds, attention_mask, 1, **options)
+        outputs = run_decoder(model, inputs_embeds, attention_mask, 1, **options)
         ids, probabilities = select_candidates(outputs.logits[:, -1], top_k, top_p, temperature)
         noisy = add_gumbel_noise(probabilities, noise_factor, generator)
         sampled = torch.multinomial(probabilities, 1, generator=generator)
@@ -265,15 +229,13 @@ def generate_soft_thinking(
         is_running = is_running & ~torch.isin(token_ids, eos_token_ids)
         if not is_running.any():
             break
-        step = (x[:, None] for x in (token_ids, ids, noisy, is_soft))
-        next_embeds = embed_steps(embeddings, *step, gumbel_temperature)
+        next_embeds = embed_steps(embeddings, token_ids, ids, noisy, is_soft, gumbel_temperature)[:, None]
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
             inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None or (model.training and _checkpoints_activations(model)):
+            if past_key_values is None or recomputes:
                 raise ValueError(
-                    "`use_cache` must be False for a model that returns no cache, as with activation checkpointing in "
-                    "training mode; turn that off, or pass `use_cache=False`"
+                    "`use_cache` must be False for a model without a cache, as with activation checkpointing"
                 )
         else:
             inputs_embeds = torch.cat([inputs_embeds, next_embeds], dim=1)
@@ -281,34 +243,19 @@ def generate_soft_thinking(
 
 
 def run_decoder(
-    model: nn.Module,
-    known: set[str],
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    **options: Any,
+    model: nn.Module, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **options: Any
 ) -> Any:
     """
-    Runs the decoder on `inputs_embeds`. The outputs have at least the logits of the last `logits_to_keep` positions.
-
-    Position ids count only real tokens, so that padding changes nothing, whatever kind of positions the model has.
-
-    Args:
-        model: The decoder, possibly wrapped by a trainer.
-        known: The names of the arguments that its `forward` takes.
-        inputs_embeds: `(B, T, D)`.
-        attention_mask: `(B, past + T)`.
-        logits_to_keep: Number of positions whose logits are needed.
-        **options: More arguments of `forward`.
+    Returns what a decoder, possibly wrapped by a trainer, makes of `inputs_embeds` `(B, T, D)`, with at least the
+    logits of the last `logits_to_keep` positions. `attention_mask` is `(B, past + T)`; `options` are more arguments of
+    `forward`. Position ids count only real tokens, so that padding changes nothing.
     """
     position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs_embeds.shape[1] :]
+    known = forward_parameters(model)
     for name, value in (("position_ids", position_ids), ("logits_to_keep", logits_to_keep)):
         if name in known:
             options[name] = value
     return model(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **options)
-
-
-# Checks
 
 
 def check_sampling(
@@ -337,30 +284,16 @@ def check_decoder(model: nn.Module):
     """Raises `ValueError` if a model is not a decoder, or its `forward` does not take `inputs_embeds`."""
     config = getattr(model, "config", None)
     if "inputs_embeds" not in forward_parameters(model) or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            "`model` must be a decoder whose `forward` takes `inputs_embeds`, because a soft step has no token id; "
-            f"got {type(model).__name__}"
-        )
-
-
-def _checkpoints_activations(model: nn.Module) -> bool:
-    # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        raise ValueError(f"`model` must be a decoder that takes `inputs_embeds`; got {type(model).__name__}")
 
 
 def find_end_of_thinking(tokenizer: PreTrainedTokenizerBase, token: str = "</think>") -> int:
-    """
-    Returns the id of the end-of-thinking token.
-
-    Raises:
-        ValueError: If the tokenizer does not have `token` as a single token.
-    """
+    """Returns the id of the end-of-thinking token. Raises `ValueError` unless it is one token of the tokenizer."""
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
-            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Set it to the token that "
-            "ends the thinking of this model, or add one with `tokenizer.add_tokens` and "
-            "`model.resize_token_embeddings`, and first teach the model to use it"
+            f"`end_of_thinking` must be one token that the tokenizer knows; got {token!r}. Set it to the model's, or "
+            "add one with `tokenizer.add_tokens` and `model.resize_token_embeddings` and teach the model to use it"
         )
     return ids[0]
 

@@ -20,10 +20,8 @@ IN_FLOAT32 = "_in_float32"
 def attend_in_float32(model: nn.Module):
     """
     Makes every attention layer compute logits, softmax and weighted sums in float32, even under autocast, by an
-    attention function of that kind, registered under the name of the model's own with `IN_FLOAT32`.
-
-    Raises:
-        ValueError: If `model` is not an LSGPT model.
+    attention function of that kind, registered under the name of the model's own with `IN_FLOAT32`. Raises
+    `ValueError` for models other than LSGPT.
     """
     config = attention_layers(model)[0].config
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
@@ -44,9 +42,7 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
     """
     AdamW with adaptive gradient clipping (AdaGC, arXiv:2502.11034), for
     `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`. It scales the gradient of each tensor down to
-    `lambda_rel` times the running mean of its norm.
-
-    Learning rate, betas and epsilon are taken from `args`, and other settings from its `optim_args`; the rest are
+    `lambda_rel` times the running mean of its norm. Other settings are those of `args` and its `optim_args`, or else
     AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
 
     Raises:

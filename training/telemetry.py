@@ -1,7 +1,6 @@
 """Monitors the attention logits of a model during training and reacts when they explode."""
 
 import math
-import weakref
 
 import torch
 from torch import nn
@@ -22,18 +21,9 @@ THRESHOLD = 100.0
 
 class LogitTelemetryCallback(TrainerCallback):
     """
-    Logs the largest attention logits of a step's batch every few optimizer steps, and reacts when they explode.
-
-    It supports LSGPT and every other decoder that `measure_max_logits` supports, such as Llama, Gemma or GPT-2.
-
-    It measures the maximum over the step's micro-batches and over all processes, exactly as `measure_max_logits` does.
-    The log of a measured step contains `max_logit`, `max_logit/layer_N` and `heads_over_threshold`; for LSGPT, it
-    contains `max_logit`, `max_logit_global`, `max_logit_local`, `max_logit/layer_N/global`, `max_logit/layer_N/local`
-    and `heads_over_threshold`. The logs of other steps are unchanged.
-
-    ```python
-    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[LogitTelemetryCallback(every_n_steps=50)])
-    ```
+    Logs the largest attention logits of a step's batch every few optimizer steps, and reacts when they explode. It
+    supports every decoder that `measure_max_logits` supports, and measures in the same way, over all micro-batches and
+    processes of the step. The log of a measured step gets the figures of `summarize_max_logits`.
 
     A stock `Trainer` calls the trackers of `report_to` before the user's callbacks, which is too early for these
     figures. To send them to a tracker, use `LSGPTTrainer`, or list the tracker's callback after this one:
@@ -43,9 +33,6 @@ class LogitTelemetryCallback(TrainerCallback):
     >>> trainer = Trainer(model, args, callbacks=[LogitTelemetryCallback(), TensorBoardCallback()])
     ```
     """
-
-    _last_training: weakref.ref | None = None
-    """The state of the most recent training, to detect a second callback in the same training."""
 
     def __init__(
         self,
@@ -61,8 +48,7 @@ class LogitTelemetryCallback(TrainerCallback):
             on_explosion: What to do on an explosion. `"warn"` logs a warning; `"stop"` saves a checkpoint and ends the
                 training; `"clip"` (LSGPT only) scales the query and key weights of the head so that this batch would
                 not exceed the threshold again (QK-clip).
-            log_every_n_steps: Logs measured steps that are multiples of this number; all of them by default. QK-clip
-                as published acts on every step, which is too often for a log.
+            log_every_n_steps: Logs measured steps that are multiples of this number; all of them by default.
 
         Raises:
             ValueError: If an argument is invalid.
@@ -74,14 +60,12 @@ class LogitTelemetryCallback(TrainerCallback):
         _check_threshold(threshold)
         if on_explosion not in ("warn", "stop", "clip"):
             raise ValueError(f"`on_explosion` must be one of warn, stop, clip; got {on_explosion!r}")
-        self.every_n_steps = every_n_steps
-        self.threshold = threshold
-        self.on_explosion = on_explosion
-        self.log_every_n_steps = log_every_n_steps
-        self._max_logits: MaxLogits | None = None
-        self._figures: dict[str, float] = {}
+        self.every_n_steps, self.log_every_n_steps = every_n_steps, log_every_n_steps
+        self.threshold, self.on_explosion = threshold, on_explosion
         self.stop_step: int | None = None
         """The step at which an explosion ended the training, with `on_explosion="stop"`."""
+        self._max_logits: MaxLogits | None = None
+        self._figures: dict[str, float] = {}
         self._has_warned = False
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -89,13 +73,12 @@ class LogitTelemetryCallback(TrainerCallback):
             _check_clip(args, model)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        last = LogitTelemetryCallback._last_training
-        if last is not None and last() is state:
+        if hasattr(state, "has_logit_telemetry"):
             raise ValueError(
-                "`callbacks` must contain at most one LogitTelemetryCallback; got two, which would reset each other's "
-                "maxima. To measure often but log rarely, set `log_every_n_steps`"
+                "`callbacks` must contain at most one LogitTelemetryCallback; got two. To measure often but log "
+                "rarely, set `log_every_n_steps`"
             )
-        LogitTelemetryCallback._last_training = weakref.ref(state)
+        state.has_logit_telemetry = True
         self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
         self._max_logits = MaxLogits(model)
 
@@ -143,8 +126,7 @@ class LogitTelemetryCallback(TrainerCallback):
             self._has_warned = True
             logger.warning(
                 f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` calls before "
-                'its `callbacks`. Use `LSGPTTrainer`, or set `report_to="none"` and put the tracker\'s own callback '
-                "after LogitTelemetryCallback in `callbacks`"
+                "its `callbacks`. Use `LSGPTTrainer`, or see LogitTelemetryCallback"
             )
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -152,13 +134,10 @@ class LogitTelemetryCallback(TrainerCallback):
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
         row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest
-        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping their weights"}
-        if self.on_explosion == "clip" and not maxima.isfinite().all():
-            done["clip"] = "; heads whose logits are not finite are left as they are, the others are clipped"
+        done = {"warn": "", "stop": "; saving and ending the training", "clip": "; clipping those that are finite"}
         logger.warning(
             f"step {state.global_step}: {int(figures['heads_over_threshold'])} head(s) with logits over "
-            f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer "
-            f"{layer_numbers[row]}"
+            f"{self.threshold:g}, the largest {maxima.max().item():.4g} in head {head} of layer {layer_numbers[row]}"
             f"{done[self.on_explosion]}"
         )
 
@@ -186,29 +165,26 @@ def summarize_max_logits(
     maxima: torch.Tensor, config, threshold: float, layer_numbers: list[int] | None = None
 ) -> dict[str, float]:
     """
-    Returns the figures to log for `maxima` `(layers, heads)`: the overall maximum, the maximum of each layer, and the
-    number of heads over `threshold`, including NaN and infinity. For LSGPT, the figures also have the maximum of each
-    kind of head, and each layer's maximum is split by kind. A maximum over values that include NaN is NaN. A kind
-    without heads is left out.
-
-    Layers are numbered from 0, or by `layer_numbers`.
+    Returns the figures to log for `maxima` `(layers, heads)`: `max_logit`, `max_logit/layer_N` of each layer, numbered
+    from 0 or by `layer_numbers`, and `heads_over_threshold`, the number of heads over `threshold`, NaN or infinite.
+    For LSGPT, there are also `max_logit_global` and `max_logit_local`, and `max_logit/layer_N/global` and
+    `max_logit/layer_N/local` instead of `max_logit/layer_N`, except for kinds without heads. A maximum over values
+    that include NaN is NaN.
     """
     rows = maxima.cpu()
-    layer_numbers = list(range(len(rows))) if layer_numbers is None else layer_numbers
-    kinds = {"global": [], "local": []}
-    figures = {"max_logit": rows.max().item()}
-    over_threshold = {"heads_over_threshold": float((~(rows <= threshold)).sum().item())}
-    layers = {}
-    if not hasattr(config, "num_global_heads_per_layer"):
-        layers = {f"max_logit/layer_{layer}": row.max().item() for layer, row in zip(layer_numbers, rows)}
-        return figures | layers | over_threshold
-    for layer, row, count in zip(layer_numbers, rows, config.num_global_heads_per_layer):
-        for kind, heads in (("global", row[:count]), ("local", row[count:])):
-            if len(heads):
-                layers[f"max_logit/layer_{layer}/{kind}"] = heads.max().item()
-                kinds[kind].append(heads.max())
-    figures |= {f"max_logit_{kind}": torch.stack(values).max().item() for kind, values in kinds.items() if values}
-    return figures | layers | over_threshold
+    groups = {"max_logit": rows}
+    is_lsgpt = hasattr(config, "num_global_heads_per_layer")
+    if is_lsgpt:
+        is_global = torch.arange(rows.shape[1]) < torch.tensor(config.num_global_heads_per_layer)[:, None]
+        groups |= {"max_logit_global": rows[is_global], "max_logit_local": rows[~is_global]}
+    for index, layer in enumerate(range(len(rows)) if layer_numbers is None else layer_numbers):
+        name, row = f"max_logit/layer_{layer}", rows[index]
+        if is_lsgpt:
+            groups |= {f"{name}/global": row[is_global[index]], f"{name}/local": row[~is_global[index]]}
+        else:
+            groups[name] = row
+    figures = {name: heads.max().item() for name, heads in groups.items() if heads.numel()}
+    return {**figures, "heads_over_threshold": float((~(rows <= threshold)).sum().item())}
 
 
 @torch.no_grad()
@@ -216,12 +192,11 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
     """
     QK-clip (MuonClip, arXiv:2507.20534): if the largest logit `S` of a head exceeds `threshold`, multiplies both its
     query and its key weights by `sqrt(threshold / S)`. Query heads that share a key head are scaled together, by the
-    largest `S` among them. If that is NaN or infinite, no factor would help, and their weights are left alone. The
-    weights of other heads and the sinks stay bitwise the same.
+    largest `S` among them, unless that is NaN or infinite. Other weights and the sinks stay bitwise the same.
 
     Args:
         model: An LSGPT model without QK-norm.
-        maxima (`(num_hidden_layers, num_attention_heads)`): What `measure_max_logits` returns.
+        maxima: `(num_hidden_layers, num_attention_heads)`, what `measure_max_logits` returns.
         threshold: Largest allowed logit.
 
     Raises:
@@ -234,11 +209,8 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
             raise ValueError("`model` must not have `qk_norm`: normalized queries ignore the scale of their weights")
         groups = row.view(config.num_key_value_heads, -1).amax(dim=1)
         factors = (threshold / groups.clamp(min=threshold)).sqrt().masked_fill(~groups.isfinite(), 1.0)
-        for projection, heads in (
-            (layer.q_proj, config.num_attention_heads),
-            (layer.k_proj, config.num_key_value_heads),
-        ):
-            scale = factors.repeat_interleave(heads // len(factors)).repeat_interleave(config.head_dim)
+        for projection, heads in ((layer.q_proj, config.num_attention_heads), (layer.k_proj, len(factors))):
+            scale = factors.repeat_interleave(heads // len(factors) * config.head_dim)
             _scale_rows(projection.weight, scale[:, None])
             if projection.bias is not None:
                 _scale_rows(projection.bias, scale)

@@ -9,8 +9,8 @@ from .metrics import summarize
 
 class TokenMetrics(evaluate.Metric):
     """
-    Loss, perplexity, bits per byte and the loss by position, with the same weight for every predicted token,
-    regardless of its row and batch. This is an `evaluate.Metric` that needs no network.
+    Loss, perplexity, bits per byte and the loss by position, with the same weight for every predicted token, as an
+    `evaluate.Metric` that needs no network.
 
     ```python
     >>> TokenMetrics(count_bytes(tokenizer)).compute(predictions=token_losses(logits, labels), references=labels)
@@ -18,16 +18,14 @@ class TokenMetrics(evaluate.Metric):
     ```
 
     Args:
-        predictions: Rows of losses in nats, as returned by `token_losses`. Their lengths may differ.
-        references: Rows of labels, not shifted, and ignored where they are -100. The first token of a row is never
-            predicted.
+        predictions: Rows of losses in nats, as `token_losses` returns them. Their lengths may differ.
+        references: Rows of labels, not shifted, and ignored where they are -100 and at the first token of a row.
 
     Returns:
-        `loss`, the mean in nats per predicted token; `perplexity`, its exponential (infinity if that overflows);
-        `loss_by_position`, T - 1 means for rows of up to T tokens, of which entry `i` is for the tokens with a context
-        of `i + 1` tokens, and NaN if none of them is predicted; and, given `bytes_per_token`, `bits_per_byte`, for
-        comparing models with different tokenizers: the total number of bits divided by the total number of bytes of
-        the predicted tokens. Special tokens have a loss but no bytes.
+        `loss`, the mean in nats per predicted token; `perplexity`, its exponential; `loss_by_position`, T - 1 means
+        for rows of up to T tokens, of which entry `i` is for tokens with a context of `i + 1` tokens, or NaN; and,
+        given `bytes_per_token`, `bits_per_byte`: the bits of all predicted tokens divided by their bytes. Special
+        tokens have a loss but no bytes.
 
     Raises:
         ValueError: If losses and labels differ in shape, no token is predicted, a label has no entry in
@@ -36,10 +34,8 @@ class TokenMetrics(evaluate.Metric):
 
     def __init__(self, bytes_per_token=None, num_process: int = 1, **kwargs):
         """
-        Args:
-            bytes_per_token: `(V,)`, a list, array or tensor: the number of UTF-8 bytes of each token id.
-            num_process: As for `evaluate.Metric`.
-            kwargs: As for `evaluate.Metric`.
+        Takes the number of UTF-8 bytes of each token id, `(V,)`, as a list, array or tensor. Other arguments are as
+        for `evaluate.Metric`.
         """
         # `compute` reads all rows into memory anyway. A file is only needed if several processes hold parts of the
         # rows; with one process, it would stay behind, locked, after each error.

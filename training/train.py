@@ -78,36 +78,27 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
         (f"a step must have {tokens_before} tokens", tokens_before, tokens),
     ):
         if now != before:
-            raise ValueError(
-                f"{rule}, as before; got {now}. Otherwise, the run would not continue where its stream was interrupted"
-            )
+            raise ValueError(f"{rule}, as before; got {now}. Otherwise, the stream would not continue where it was")
 
 
 def check_evaluation(args: TrainingArguments):
     """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
     for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
-        if getattr(args, field) != needed:
+        if (value := getattr(args, field)) != needed:
             raise ValueError(
-                f"`{field}` must be {str(needed).lower()}; got {getattr(args, field)!r}: the evaluation at the end of "
-                "the run computes perplexity, bits per byte and the loss by position from the loss of every token"
+                f"`{field}` must be {str(needed).lower()}; got {value}: figures need the loss of each token"
             )
 
 
 def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
     """
     Trains a model and writes everything about it to `arguments.training.output_dir`: the checkpoint with its code and
-    tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots.
+    tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots. Returns the trainer, with the
+    trained model. Raises `ValueError` if arguments are invalid, or the data does not fit them.
 
     Args:
         arguments: What `parse_arguments` returns.
-        save_card: Writes the model card if the run is pushed to the Hub: `lsgpt.model_cards.save_card`. Without it,
-            Transformers does.
-
-    Returns:
-        The trainer, with the trained model.
-
-    Raises:
-        ValueError: If arguments are invalid, or the data does not fit them.
+        save_card: Writes the model card if the run is pushed to the Hub, see `LSGPTTrainer`.
     """
     trainer = build_trainer(arguments, save_card)
     train(trainer, arguments)
@@ -140,12 +131,10 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     model = build_model(arguments, config, tokenizer)
     adapters = choose_trainable(model, arguments.model.trainable)
     if args.process_index == 0:
-        size = _describe_size(blocks["train"], args.dataloader_num_workers)
-        print(
-            f"Training {_count_parameters(model)} parameters on {size} of {arguments.data.block_size} "
-            f"tokens; everything goes to {args.output_dir}",
-            flush=True,
-        )
+        total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+        count = with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
+        size = f"{_describe_size(blocks['train'], args.dataloader_num_workers)} of {arguments.data.block_size} tokens"
+        print(f"Training {count} parameters on {size}; everything goes to {args.output_dir}", flush=True)
     return LSGPTTrainer(
         model=model,
         args=args,
@@ -168,11 +157,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
 def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:
     if isinstance(blocks, Dataset):
         return f"{len(blocks):,} blocks"
-    shards = blocks.num_shards
-    source = f"{shards} files or other shards" if shards > 1 else "1 file or other shard"
-    readers = f"{num_workers or 'no'} data-loader worker{'s' * (num_workers != 1)}"
-    idle = f" ({num_workers - shards} of them without a shard)" if num_workers > shards else ""
-    return f"a stream of blocks from {source}, read by {readers}{idle},"
+    shards, idle = blocks.num_shards, max(num_workers - blocks.num_shards, 0)
+    return f"a stream of blocks (files or other shards: {shards}; data-loader workers: {num_workers}, {idle} idle)"
 
 
 def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -181,17 +167,9 @@ def _get_teacher(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTraine
     check_teacher(teacher, name, tokenizer, config.vocab_size, data.block_size, data.respect_boundaries)
     if args.process_index == 0:
         logits = args.per_device_train_batch_size * data.block_size * config.vocab_size * teacher.dtype.itemsize
-        print(
-            f"The teacher {name} takes {with_unit(teacher.get_memory_footprint(), 'B')} of memory in each process, "
-            f"and its logits for a batch {with_unit(logits, 'B')}",
-            flush=True,
-        )
+        size, batch = with_unit(teacher.get_memory_footprint(), "B"), with_unit(logits, "B")
+        print(f"The teacher {name} takes {size} in each process, and its logits for a batch {batch}", flush=True)
     return teacher
-
-
-def _count_parameters(model: PreTrainedModel) -> str:
-    total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    return with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
 
 
 def get_tokenizer(
@@ -222,9 +200,7 @@ def make_blocks(
         if split == "train" and arguments.model.teacher:
             blocks[split] = blocks[split].map(HideNumbers(tokenizer), features=blocks[split].features)
         if data.streaming and next(iter(blocks[split]), None) is None:
-            raise ValueError(
-                f"`dataset_name` must have at least one block of text; the {split} split of the stream has none"
-            )
+            raise ValueError(f"`dataset_name` must have a block of text; the {split} split of the stream has none")
     if data.max_eval_blocks:
         count = data.max_eval_blocks if data.streaming else min(data.max_eval_blocks, len(blocks["validation"]))
         blocks["validation"] = blocks["validation"].take(count)
@@ -288,11 +264,8 @@ def _callback(trainer: Trainer, callback_type: type) -> Any:
 
 def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     """
-    Trains, evaluates, saves, reports, and prints what to do next.
-
-    Returns:
-        The results, as in `results.json`; `None` in processes other than the main one, and after SIGTERM, which ends
-        the run with a checkpoint.
+    Trains, evaluates, saves, reports, and prints what to do next. Returns the results; `None` in processes other than
+    the main one, and after SIGTERM, which ends the run with a checkpoint.
     """
     args = trainer.args
     folder = Path(args.output_dir)
@@ -408,26 +381,20 @@ def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _first_words(trainer: Trainer, number: int = 3) -> str:
-    """Returns the first words of the evaluation data; the end-of-text token if there is no word."""
+    """Returns the first words of the evaluation data; the end-of-text token if it has none."""
     tokenizer = trainer.processing_class
     beginning = tokenizer.decode(_evaluation_batch(trainer)["input_ids"][0, :16], skip_special_tokens=True)
     return " ".join(beginning.split()[:number]) or tokenizer.eos_token
 
 
-def generate_sample(model, tokenizer, prompt: str, max_new_tokens: int = 100) -> str:
+def generate_sample(model, tokenizer, prompt: str) -> str:
     """
-    Continues `prompt` by up to `max_new_tokens` sampled tokens, as far as the model has positions. If the logits are
-    NaN, as they may be after a run that diverged, the text is meaningless, but there is no error.
+    Continues `prompt` by up to 100 sampled tokens, as far as the model has positions. If the logits are not finite,
+    the text is meaningless, but there is no error.
     """
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
-    generated = model.generate(
-        **inputs,
-        max_new_tokens=min(max_new_tokens, room),
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        remove_invalid_values=True,
-    )
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "remove_invalid_values": True}
+    generated = model.generate(**inputs, max_new_tokens=min(100, room), **options)
     return tokenizer.decode(generated[0], skip_special_tokens=True)

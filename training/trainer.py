@@ -36,21 +36,16 @@ class LSGPTTrainer(Trainer):
     ):
         """
         Args:
-            *args: As for `Trainer`.
             z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
-            teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of
-                its next-token distributions instead of the cross-entropy.
+            teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its
+                next-token distributions instead of the cross-entropy.
             adapters: The adapters inside the model, see `choose_trainable`.
-            sink_learning_rate: Learning rate of the sinks and of the biases that carry their values, see
-                `sink_parameters`.
+            sink_learning_rate: Learning rate of the `sink_parameters`.
             save_card: Writes the model card, given the folder, the repository and the licence:
-                `lsgpt.model_cards.save_card`. Without it, Transformers does. It is passed in because
-                `lsgpt.model_cards` imports this package to read runs.
-            **kwargs: As for `Trainer`.
+                `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
 
         Raises:
-            ValueError: If `compute_loss_func` is given with `z_loss` or `teacher`, which it would replace, or for
-                sequence parallelism.
+            ValueError: If one option would make another ineffective, or for sequence parallelism.
         """
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
             if value and kwargs.get("compute_loss_func") is not None:
@@ -66,9 +61,8 @@ class LSGPTTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self):
         """
-        As in `Trainer`, but FSDP sums gradients and returns the loss in float32: Accelerate's own policy sums them in
-        bfloat16, and rounds the loss to its two to three digits. Context parallelism is ours, and sequence parallelism
-        refused, see `check_parallelism`.
+        As in `Trainer`, but FSDP sums gradients and returns the loss in float32, not in bfloat16 with its two to three
+        digits. For context and sequence parallelism, see `check_parallelism`.
         """
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
@@ -77,15 +71,12 @@ class LSGPTTrainer(Trainer):
             fsdp.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
     def get_train_dataloader(self) -> DataLoader:
-        """
-        As in `Trainer`, but a stream is one endless series of full batches, see `Passes`. The end of a pass then
-        changes neither the size of a step nor where a resumed training continues.
-        """
+        """As in `Trainer`, but a stream is one endless series of full batches, see `Passes`."""
         stream = self.train_dataset
         if not isinstance(stream, IterableDataset):
             return super().get_train_dataloader()
-        args, collate = self.args, self.data_collator
-        collate = self._get_collator_with_removed_columns(collate, description="Training")
+        args = self.args
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
         options = {
             "num_workers": args.dataloader_num_workers,
             "persistent_workers": args.dataloader_persistent_workers,
@@ -107,10 +98,7 @@ class LSGPTTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith(".sinks")]
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """
-        As in `Trainer`, but `num_training_steps` in `lr_scheduler_kwargs` replaces that of the training, so that a
-        training may be the beginning of a longer schedule.
-        """
+        """As in `Trainer`, but `lr_scheduler_kwargs` may have another `num_training_steps`, of a longer schedule."""
         given = self.args.lr_scheduler_kwargs
         kwargs = dict(given or {})
         self.args.lr_scheduler_kwargs, length = kwargs, int(kwargs.pop("num_training_steps", num_training_steps))
@@ -136,7 +124,7 @@ class LSGPTTrainer(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         """
         As in `Trainer`, but in training steps the model computes the whole loss, with smoothed labels, z-loss and
-        teacher: it then needs no logits of all tokens, which are the largest tensor.
+        teacher, without the logits of all tokens.
         """
         if not model.training or self.compute_loss_func is not None or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -165,9 +153,8 @@ class LSGPTTrainer(Trainer):
 
     def create_model_card(self, *args, **kwargs):
         """
-        Writes the card into `output_dir`, with `save_card` if it is set. The card then describes the run; of the
-        arguments of `Trainer.create_model_card`, `language`, `license`, `tags`, `finetuned_from` and `dataset_tags`
-        add to that or replace it.
+        As in `Trainer`, but with `save_card`, if it is set, the card describes the run. Of the arguments, `language`,
+        `license`, `tags`, `finetuned_from` and `dataset_tags` add to that or replace it.
         """
         if self.save_card is None:
             super().create_model_card(*args, **kwargs)

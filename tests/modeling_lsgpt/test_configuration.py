@@ -77,7 +77,7 @@ BAD_VALUES = {
         {"norm_type": "batch_norm"},
         "`norm_type` must be one of layer_norm, rms_norm, rms_norm_after, rms_norm_around; got 'batch_norm'",
     ),
-    "unknown norm of queries": ({"qk_norm": "each"}, "`qk_norm` must be True, False or \"all_heads\"; got 'each'"),
+    "unknown norm of queries": ({"qk_norm": "each"}, "`qk_norm` must be one of False, True, all_heads; got 'each'"),
     "bias of an RMSNorm after": ({"norm_type": "rms_norm_after", "use_bias": ["norm"]}, "`use_bias` must be without"),
     "bias of an unknown part": ({"use_bias": ["q_proj"]}, "biases, of qkv_proj, o_proj, mlp, norm; got ['q_proj']"),
     "bias of an RMSNorm": ({"norm_type": "rms_norm", "use_bias": ["norm"]}, '`use_bias` must be without "norm"'),
@@ -146,7 +146,7 @@ def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
 
 @pytest.mark.parametrize("values", [{"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
 def test_arguments_of_rotary_positions_need_them(values):
-    with pytest.raises(ValueError, match=f"`{next(iter(values))}` must be unset unless `position_embedding_type` is"):
+    with pytest.raises(ValueError, match=f"`{next(iter(values))}` must be unset without `position_embedding_type="):
         LSGPTConfig(**values)
     assert (
         LSGPTConfig(position_embedding_type="rope", **values).rope_parameters.items()

@@ -398,11 +398,8 @@ def test_masks_that_cannot_be_are_named(tiny_model, engine):
     model, ids = tiny_model(engine=engine), torch.randint(97, (2, 9))
     square = torch.ones(2, 1, 9, 9).tril()
     for mask, message in (
-        (
-            square.bool().expand(-1, 6, -1, -1),
-            r"must be the same for all heads, of shape \(2, 1, 9, keys\); got \(2, 6",
-        ),
-        (square.bool().expand(-1, 2, -1, -1), r"must be the same for all heads"),
+        (square.bool().expand(-1, 6, -1, -1), r"must have shape \(2, 1, 9, 9\): batch, all heads .*; got \(2, 6"),
+        (square.bool().expand(-1, 2, -1, -1), r"must have shape \(2, 1, 9, 9\): batch, all heads"),
         (square.long(), r"must be boolean, True where a token may attend, or floating point.*got torch.int64"),
         ({GLOBAL: square.long(), LOCAL: None}, r"must be boolean"),
         ({GLOBAL: square.bool()}, r"dictionary must hold a 4-D mask, or None, for each of 'full_attention', 'sliding"),

@@ -455,7 +455,7 @@ BAD_INPUTS = {
     ),
     "3-D mask": (
         {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 5, 5)},
-        "`attention_mask` must have 2 dimensions (batch, tokens) or 4",
+        "each new token, or 4 dimensions; got (2, 5, 5)",
     ),
     "4-D mask too short": (
         {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 1, 5, 4)},

@@ -4,10 +4,11 @@ import pytest
 import torch
 from reference import visible_pairs
 from transformers import DynamicCache, StaticCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from lsgpt import measure_max_logits
-from lsgpt.modeling_lsgpt import Visibility, telemetry_lsgpt
-from lsgpt.modeling_lsgpt.telemetry_lsgpt import max_logits
+from lsgpt import logits, measure_max_logits
+from lsgpt.logits import max_logits
+from lsgpt.modeling_lsgpt import Visibility
 
 
 def brute_force(query, key, visible):
@@ -21,7 +22,7 @@ def brute_force(query, key, visible):
 @pytest.mark.parametrize("window", [None, 2, 7, 500])
 @pytest.mark.parametrize("limits", ["none", "padding", "documents", "both"])
 def test_equals_brute_force(monkeypatch, limits, window, kv_heads, at_once):
-    monkeypatch.setattr(telemetry_lsgpt, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", at_once)
     for q_length, kv_length in ((1, 1), (33, 33), (300, 300), (5, 40), (1, 40)):
         if at_once == 1 and q_length > 40:
             continue  # one row at a time is slow, and 33 of them have shown it
@@ -98,3 +99,12 @@ def test_a_logit_that_is_no_number_shows(tiny_model, engine):
     maxima = measure_max_logits(model, input_ids=torch.randint(97, (1, 40)))
     assert maxima[0].isfinite().all() and maxima[1, 1:].isfinite().all()
     assert not maxima[1, 0].isfinite()
+
+
+def test_models_with_code_of_their_own(tiny_model, tmp_path):
+    """The code that a checkpoint carries does not know of any measurement."""
+    expected, ids = tiny_model(), torch.randint(97, (1, 40))
+    expected.save_pretrained(tmp_path)
+    model = get_class_from_dynamic_module("modeling_lsgpt.LSGPTForCausalLM", tmp_path).from_pretrained(tmp_path)
+    assert not isinstance(model, type(expected))
+    assert torch.equal(*(measure_max_logits(each.eval(), input_ids=ids) for each in (model, expected)))

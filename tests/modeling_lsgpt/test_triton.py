@@ -80,7 +80,7 @@ def test_packed_documents_continue_from_a_cache(models):
 def test_max_logits_come_from_the_kernel(models, name, monkeypatch):
     inputs = inputs_of(name)
     expected = measure_max_logits(models[0], **inputs)
-    monkeypatch.delattr("lsgpt.modeling_lsgpt.telemetry_lsgpt.max_logits")  # no pass of its own
+    monkeypatch.delattr("lsgpt.telemetry.max_logits")  # no pass of its own
     torch.testing.assert_close(measure_max_logits(models[1], **inputs), expected)
 
 

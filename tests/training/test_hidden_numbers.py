@@ -10,7 +10,7 @@ from lsgpt.training.data import pack, train_tokenizer
 from lsgpt.training.hidden_numbers import COUNT, FORMATS, HideNumbers
 
 
-LENGTH = 600
+LENGTH = 1000
 
 
 @pytest.fixture(scope="module")

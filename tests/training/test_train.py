@@ -154,7 +154,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path):
     file = recipe(**fields, dataset_name=str(tmp_path / "data"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = train(file, "--output_dir", whole)
-    assert "on a stream of blocks from 2 files or other shards, read by no data-loader workers, of 32 tokens" in output
+    assert "on a stream of blocks (files or other shards: 2; data-loader workers: 0, 0 idle) of 32 tokens" in output
     results = json.loads((whole / "results.json").read_text())
     assert results["tokens"] == 12 * 3 * 2 * 32
     shutil.copytree(whole / "checkpoint-9", killed / "checkpoint-9")
@@ -258,7 +258,7 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     assert_equal_weights(ended, whole)
     assert_equal_weights(ended / "averaged", whole / "averaged")
     recipe_of_run = (plain / "recipe.yaml").read_bytes()
-    for folder, message in ((plain, "has no averaged weights"), (ended, "`averaging` must be ema-warmup, .* got ema")):
+    for folder, message in ((plain, "has no averaged weights"), (ended, "average must be ema-warmup, .* got ema")):
         with pytest.raises(ValueError, match=message):
             build_trainer(parse_arguments(None, ["--resume_from_checkpoint", str(folder), "--averaging", "ema"]))
     assert (plain / "recipe.yaml").read_bytes() == recipe_of_run
@@ -318,7 +318,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
         "per_device_eval_batch_size": 2,
     }
     output = train(recipe(**options), "--output_dir", folder)
-    assert "on a stream of blocks from 1 file or other shard, read by no data-loader workers, of 32" in output
+    assert "on a stream of blocks (files or other shards: 1; data-loader workers: 0, 0 idle) of 32" in output
     files = {file.name for file in folder.iterdir()}
     assert files >= {
         "report.md",

@@ -55,7 +55,7 @@ def train(folder: str | Path, kind: str):
         folder: Where to.
         kind: `plain`; `resumed`, from the third step of the `plain` run beside it; `bad`, with an infinity in the last
             process at the third step; `signal`, with SIGTERM to the last process in the second step; `clip`, with
-            QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another model.
+            QK-clip; `llama`, a Llama instead of LSGPT; or `taught`, by another model and with a stream of rows.
     """
     processes, size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE"))
     # DeepSpeed takes no word for the CPU, and goes there where there is nothing else.
@@ -109,7 +109,8 @@ def train(folder: str | Path, kind: str):
     callbacks = [telemetry, StopOnBadLossCallback()]
     # The Trainer's loss of an evaluation is a mean over batches: with as many labels each, that over rows.
     held_out = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()[:8]]
-    trainer = trainer_class(model, args, train_dataset=rows(), eval_dataset=held_out, callbacks=callbacks)
+    data = Dataset.from_list(rows()).to_iterable_dataset() if kind == "taught" else rows()
+    trainer = trainer_class(model, args, train_dataset=data, eval_dataset=held_out, callbacks=callbacks)
     if is_averaged:
         AveragedWeightsCallback("ema", decay=0.5).attach(trainer)
     perplexity = None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.gguf import read_gguf_metadata
 
 
@@ -115,14 +116,9 @@ def test_autograd_runs_what_is_ready_in_the_reverse_order_of_its_creation():
     assert seen == ["local values", "local keys", "global values", "global keys"]
 
 
-def test_can_use_flash_attention_is_asked_with_these_arguments():
-    query = torch.zeros(1, 1, 2, 8)
-    arguments = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, False, False)
-    assert torch.backends.cuda.can_use_flash_attention(arguments) is False
-    names = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
-    forward, backward = (getattr(torch.ops.aten, name).default._schema for name in names)
-    assert [argument.name for argument in forward.arguments][:5] == ["query", "key", "value", "dropout_p", "is_causal"]
-    assert [result.name for result in forward.returns][:2] == ["output", "logsumexp"]
-    expected = ["grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
-    expected += ["dropout_p", "is_causal", "philox_seed", "philox_offset", "scale"]
-    assert [argument.name for argument in backward.arguments] == expected
+def test_causal_lower_right_shows_queries_what_came_before():
+    query, key, value = torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 2, 9, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    actual = attend(query, key, value, attn_mask=causal_lower_right(5, 9), scale=0.3)
+    expected = attend(query, key, value, attn_mask=torch.ones(5, 9).tril(4).bool(), scale=0.3)
+    assert actual.equal(expected)

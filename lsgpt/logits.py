@@ -1,19 +1,14 @@
 """The exact largest attention logit of each head, computed without a matrix of all logits.
 
-Growing logits are an early sign of diverging training (arXiv:2505.15548), but of the fast
-attention kernels only our Triton kernel reports them: FlashAttention's log-sum-exp is not the maximum and cannot be
-converted into it.
+Growing logits are an early sign of diverging training (arXiv:2505.15548), but of the fast attention kernels only our
+Triton kernel reports them: FlashAttention's log-sum-exp is not the maximum and cannot be converted into it.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
-from .attention_lsgpt import ALL_HEADS, AttentionMasks
-from .visibility_lsgpt import HIDDEN, Visibility
+from lsgpt.modeling_lsgpt.visibility_lsgpt import HIDDEN, Visibility
 
 
 LOGITS_AT_ONCE = 1 << 22
@@ -68,24 +63,3 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
             visible = visible & v.padding_mask[batch, positions][:, None, None]
         result = torch.maximum(result, logits.masked_fill(~visible, 0.0).abs().amax(dim=(0, 3, 4)))
     return result.flatten()
-
-
-def update_max_logits(module: nn.Module, calls: Sequence[tuple], attention_mask: AttentionMasks):
-    """
-    Updates the running maxima of a layer with its calls of the attention function, `(heads, query, key, value)` for
-    each kind of head. A fused kernel does it itself, on the way.
-    """
-    if ALL_HEADS in attention_mask.masks:
-        return
-    visibility = attention_mask.visibility
-    maxima = [max_logits(query, key, module.scaling, visibility[heads.kind]) for heads, query, key, _ in calls]
-    module.max_logits = torch.maximum(module.max_logits.to(maxima[0].device), torch.cat(maxima))
-
-
-def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The `LSGPTAttention`s of an LSGPT model, bare or wrapped, in order. Raises `ValueError` for other models."""
-    # Found by name, because code loaded from a checkpoint defines its own classes.
-    layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
-    if not layers:
-        raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")
-    return layers
