@@ -54,9 +54,8 @@ def compare(
         The path of the report.
 
     Raises:
-        ValueError: If a name is unknown, a value is invalid, or the folder holds another comparison. It is raised
-            before the first run.
-        ChildProcessError: If a run fails; the message names the file with its output.
+        ValueError: A name is unknown, a value invalid, or the folder holds another comparison; before the first run.
+        ChildProcessError: A run failed; the message names the file with its output.
     """
     if num_seeds < 1:
         raise ValueError(f"`num_seeds` must be at least 1; got {num_seeds}")

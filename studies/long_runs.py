@@ -131,12 +131,11 @@ class MeasuredRuns(LongRuns):
     def measure(self, folder: Path) -> dict:
         """Loss over steps and over context, parts of the logits and figures of the heads, all on validation text."""
         blocks = validation_blocks(folder, None, max(self.contexts))
-        model, validation = AutoModelForCausalLM.from_pretrained(folder), dict.fromkeys(map(str, self.steps), math.inf)
+        load = AutoModelForCausalLM.from_pretrained
+        model, validation = load(folder), dict.fromkeys(map(str, self.steps), math.inf)
         for step in self.steps:
             if (checkpoint := folder / f"checkpoint-{step}").exists():  # a run that diverged has fewer
-                validation[str(step)] = measurements.mean_loss(
-                    AutoModelForCausalLM.from_pretrained(checkpoint), blocks
-                )
+                validation[str(step)] = measurements.mean_loss(load(checkpoint), blocks)
         some = blocks[:: max(1, len(blocks) // self.num_blocks)][: self.num_blocks]
         looks = attention_statistics(model, some[: self.num_blocks // 2], self.window)
         return {

@@ -49,7 +49,7 @@ def plot(
     log_y: bool = False,
 ) -> str:
     """
-    Draws curves, and the mean of the seeds of a label with its interval, where all have a value; on a logarithmic
+    Draws curves, and the mean of the seeds of a label with its 95% interval, where all have a value; on a logarithmic
     y-axis, those of the logarithms. Points that cannot be drawn are marked with crosses at the upper edge.
 
     Args:
@@ -86,10 +86,9 @@ def plot(
         if len(seeds) > 1:
             half = stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(values)
             bands.append((common, from_scale(means - half), from_scale(means + half), color))
-    limits = axes.get_ylim()  # those of the runs: intervals of two seeds may reach far beyond them
+    axes.autoscale(False, "y")  # intervals of two seeds may reach far beyond the runs
     for x, low, high, color in bands:
         axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
-    axes.set_ylim(limits)
     if log_x:
         axes.set_xscale("log")
         axes.set_xticks(sorted({x for of_label in curves.values() for curve in of_label for x, _ in curve}))

@@ -48,15 +48,12 @@ def run_study(
         The path of the report.
 
     Raises:
-        ValueError: An arm is unknown, a value is invalid, or the folder holds runs with other fields. Raised before
-            the first run.
-        ImportError: A package that the study needs is missing. Raised before the first run.
+        ValueError: An arm is unknown, a value invalid, or the folder holds runs with other fields; before any run.
+        ImportError: A package that the study needs is missing; before any run.
         ChildProcessError: A run failed; the message names the file with its output.
     """
     if fields and study.recipe is None:
-        raise ValueError(
-            f"the study {study.name} has no recipe whose fields could be replaced; got {' '.join(fields)}"
-        )
+        raise ValueError(f"{study.name} has no recipe whose fields could be replaced; got {' '.join(fields)}")
     for pattern in only:
         if not fnmatch.filter(study.arms, pattern):
             raise ValueError(
@@ -76,7 +73,6 @@ def run_study(
     study.prepare(work, arms, fields)
     if study.recipe is not None:
         file.write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
-
     runs_file = folder / RUNS_FILE
     if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
         runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
@@ -105,8 +101,7 @@ def run_study(
                 runs.write(line + "\n")
             write_report(study, folder)
             left = format_duration((time.perf_counter() - start) / number * (len(missing) - number))
-            duration = format_duration(json.loads(line)["seconds"])
-            print(f"[{number}/{len(missing)}] {arm}, seed {seed} ({duration}); {left} left", flush=True)
+            print(f"[{number}/{len(missing)}] {arm}, seed {seed}; {left} left", flush=True)
     report = write_report(study, folder)
     print(f"\n{report}")
     return report

@@ -191,9 +191,6 @@ def validation_blocks(folder: Path, count: int | None, block_size: int) -> torch
     return first_blocks(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder), block_size, count)
 
 
-# Small models, trained on examples that are generated from a seed
-
-
 class Stream(IterableDataset):
     """An endless stream of rows, the same in every pass; for a single data loading process."""
 
@@ -244,9 +241,6 @@ def train_small(
     return guard.bad_step is not None
 
 
-# Values of runs
-
-
 def collect(folder: Path) -> dict:
     """
     Collects the results of a training run: final figures, the largest logit during training, the spike score, the loss
@@ -289,8 +283,6 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
     limits = (before.mean(1) + deviations * before.std(1)).filled(np.inf)
     return float((~np.isfinite(later) | (later > limits)).mean())
 
-
-# Reports
 
 FINAL = {
     "final validation loss (nats per token)": LOSS,
