@@ -83,12 +83,13 @@ def plot(
         means, marker = values.mean(0), "o" if len(common) < 20 else None
         axes.plot(common, from_scale(means), style, color=color, linewidth=1.6, marker=marker, markersize=3)
         ends.append((float(from_scale(means[-1])), label, color))
-        if len(seeds) > 1:
+        if len(seeds) > 2:  # that of two would hide everything
             half = stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(values)
             bands.append((common, from_scale(means - half), from_scale(means + half), color))
-    axes.autoscale(False, "y")  # intervals of two seeds may reach far beyond the runs
+    limits = axes.get_ylim()  # those of the runs: intervals of few seeds may reach far beyond them
     for x, low, high, color in bands:
         axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
+    axes.set_ylim(limits)
     if log_x:
         axes.set_xscale("log")
         axes.set_xticks(sorted({x for of_label in curves.values() for curve in of_label for x, _ in curve}))

@@ -102,8 +102,7 @@ def run_study(
             write_report(study, folder)
             left = format_duration((time.perf_counter() - start) / number * (len(missing) - number))
             print(f"[{number}/{len(missing)}] {arm}, seed {seed}; {left} left", flush=True)
-    report = write_report(study, folder)
-    print(f"\n{report}")
+    print(f"\n{(report := write_report(study, folder))}")
     return report
 
 
