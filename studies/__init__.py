@@ -7,10 +7,8 @@ from .degrees_of_freedom import DegreesOfFreedom
 from .equal_time import EqualTime
 from .grid import LearningRates, Lengths, SparseDependencies, Stabilizers
 from .long_runs import LongTraining, PaperSize, PositionsLong
-from .noisy_labels import NoisyLabels
-from .runner import read_lines, read_runs, run_study, write_report
+from .runner import read_lines, run_study, write_report
 from .set_complement import SetComplement
-from .soft_thinking import SoftThinking
 from .study import Study, TrainingStudy
 from .time_to_learn import TimeToLearn
 
@@ -18,12 +16,10 @@ from .time_to_learn import TimeToLearn
 __all__ = [
     "STUDIES",
     "RecipeArms",
-    "Study",
     "TrainingStudy",
     "compare",
     "load_study",
     "read_lines",
-    "read_runs",
     "run_study",
     "write_report",
 ]
@@ -42,8 +38,6 @@ STUDIES: dict[str, Study] = {
         SparseDependencies,
         DegreesOfFreedom,
         SetComplement,
-        NoisyLabels,
-        SoftThinking,
     )
 }
 """The studies by their names on the command line."""

@@ -1,5 +1,6 @@
 """`lsgpt compare`: arms of a recipe as a study without claims, with the machinery of all studies."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from lsgpt.utilities import suggest, table, with_unit
 from lsgpt.utilities.plots import CONTEXT_LABEL
 
 from .comparisons import Runs, format_values
-from .runner import make_runs
-from .study import TrainingStudy, join_arm, picture
+from .plots import of_runs, plot
+from .runner import run_study
+from .study import TrainingStudy, join_arm
 
 
 COMPARISON_FILE = "comparison.yaml"
@@ -52,9 +54,8 @@ def compare(
         The path of the report.
 
     Raises:
-        ValueError: If a name is unknown, a value is invalid, or the folder holds another comparison. It is raised
-            before the first run.
-        ChildProcessError: If a run fails; the message names the file with its output.
+        ValueError: A name is unknown, a value invalid, or the folder holds another comparison; before the first run.
+        ChildProcessError: A run failed; the message names the file with its output.
     """
     if num_seeds < 1:
         raise ValueError(f"`num_seeds` must be at least 1; got {num_seeds}")
@@ -76,17 +77,11 @@ def compare(
         content["arms"] = {**earlier["arms"], **content["arms"]}
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    study = RecipeArms(folder)
-    study.prepare(folder, ())
-    wanted = [(arm, base.training.seed + i) for i in range(num_seeds) for arm in arms]
-    return make_runs(study, wanted, folder, folder, num_processes)
+    return run_study(RecipeArms(folder), num_seeds, arms, folder, num_processes)
 
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:
-    """
-    Returns the arguments of an arm. Its `config_overrides` are added to those of `base`; its other fields
-    replace those of `base`. Raises `ValueError` if the arm is unknown or `parse_arguments` rejects the recipe.
-    """
+    """The arguments of an arm, see `join_arm`. Raises `ValueError` if it is unknown or its recipe is invalid."""
     arms = load_arms(arms_file)
     if arm not in arms:
         raise ValueError(f"`arms` must be among {', '.join(arms)}; got {arm!r}{suggest(arm, arms)}")
@@ -104,11 +99,14 @@ class RecipeArms(TrainingStudy):
         "run, and the speed the median over its steps, without waiting for data."
     )
     comparisons = {}
+    recipe = None
+    work = ""
 
     def __init__(self, folder: Path):
         content = yaml.safe_load((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
         self._recipe, self.arms = content["recipe"], content["arms"]
         self.title = f"Comparison: {self._recipe['run_name']}"
+        self.first_seed = self.base(()).training.seed
 
     def base(self, fields: Sequence[str]) -> Arguments:
         """The recipe that the arms share."""
@@ -122,36 +120,18 @@ class RecipeArms(TrainingStudy):
         return {name: getattr(result, name) for name in names} | {"perplexity_curve": perplexity}
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """A table of the results, plots, and what the arms are."""
         sections = [_results_table(runs)]
-        step, loss = "optimizer step", "cross-entropy (nats per token)"
-        drawn: dict[str, tuple[str, Callable[[dict], Sequence], str, str, dict[str, bool]]] = {
-            "loss": ("Training loss", lambda run: run["curves"]["loss"], step, loss, {}),
-            "perplexity": (
-                "Evaluation perplexity",
-                lambda run: run["perplexity_curve"],
-                step,
-                "perplexity per token",
-                {"log_y": True},
-            ),
-            "max_logits": (
-                "Largest attention logits",
-                lambda run: run["curves"].get("max_logit", ()),
-                step,
-                "largest |logit|",
-                {"log_y": True},
-            ),
-            "loss_by_position": (
-                "Loss by position",
-                lambda run: run["loss_by_position"],
-                CONTEXT_LABEL,
-                loss,
-                {"log_x": True},
-            ),
-        }
-        for name, (title, curve, xlabel, ylabel, options) in drawn.items():
-            if any(curve(run) for of_arm in runs.values() for run in of_arm):
-                sections.append(picture(folder / f"{name}.png", title, runs, curve, xlabel, ylabel, **options))
+
+        def add(file: str, curve: Callable, xlabel: str, ylabel: str, **options: bool):
+            curves = of_runs(runs, curve)
+            if any(map(any, curves.values())):
+                sections.append(plot(folder / file, curves, xlabel, ylabel, **options))
+
+        step, loss = "optimizer step", "loss (nats per token)"
+        add("loss.png", lambda run: run["curves"]["loss"], step, f"training {loss}")
+        add("perplexity.png", lambda run: run["perplexity_curve"], step, "evaluation perplexity", log_y=True)
+        add("max_logits.png", lambda run: run["curves"]["max_logit"], step, "largest |logit|", log_y=True)
+        add("loss_by_position.png", lambda run: run["loss_by_position"], CONTEXT_LABEL, loss, log_x=True)
         for title, content in (("What differs between the arms", self.arms), ("Recipe", self._recipe)):
             sections.append(f"## {title}\n\n```yaml\n{yaml.safe_dump(content, sort_keys=False).strip()}\n```")
         return "\n\n".join(sections)
@@ -161,15 +141,15 @@ def _results_table(runs: Runs) -> str:
     rows = []
     for arm, of_arm in runs.items():
         # A run may diverge after its last measured loss; its perplexity is then not finite.
-        finished = [run for run in of_arm if run["outcome"] == "finished" and run["eval_perplexity"] is not None]
+        finished = [run for run in of_arm if run["outcome"] == "finished" and math.isfinite(run["eval_perplexity"])]
         rows.append(
             [
                 arm,
                 format_values([run["eval_perplexity"] for run in finished], 2),
                 format_values([run["eval_bits_per_byte"] for run in finished], 4),
-                format_values([run["max_logit"] for run in of_arm if "max_logit" in run["curves"]], 1),
+                format_values([run["max_logit"] for run in of_arm if run["curves"]["max_logit"]], 1),
                 # A run that was killed after its last step has taken no step since, whose time could be measured.
-                format_values([run["tokens_per_second"] for run in of_arm if run["tokens_per_second"]], 0),
+                format_values([run["tokens_per_second"] for run in of_arm if run["tokens_per_second"] > 0], 0),
                 with_unit(max(run["peak_memory_bytes"] for run in of_arm), "B"),
                 f"{len(of_arm) - len(finished)} of {len(of_arm)}",
             ]

@@ -7,37 +7,24 @@ from pathlib import Path
 import torch
 
 from .comparisons import Comparison, Metric, Runs
-from .study import Study, number, picture, tabulate
-
-
-CLOSE_FIT = 0.1
-"""A fit counts as close if its divergence is below this value, in nats per query."""
-
-LOOK_EVERY_N_STEPS = 10
+from .measurements import visible_pairs
+from .plots import of_runs, plot
+from .study import Study, tabulate
 
 
 def _log_logit(where: str, index: int, key: str = "max_logit") -> Metric:
     words = f"the base-2 logarithm of the largest |logit| {where}"
-    return Metric(words, lambda run: math.log2(number(run["fits"][index][key])), 2)
+    return Metric(words, lambda run: math.log2(run["fits"][index][key]), 2)
 
 
 SHORTEST, LONGEST = _log_logit("at the smallest n / d", 0), _log_logit("at the largest n / d", -1)
-SHORTEST_AT_CLOSE_FIT, LONGEST_AT_CLOSE_FIT = (
-    _log_logit(f"at the {size} n / d, at a divergence of 0.1 nats,", index, "max_logit_at_close_fit")
-    for size, index in (("smallest", 0), ("largest", -1))
-)
-DIVERGENCE = Metric(
-    "the Kullback-Leibler divergence at the largest n / d", lambda run: run["fits"][-1]["divergence"], 4
-)
-
-
-def _smaller(metric: Metric, first: str, second: str, second_metric: Metric | None = None) -> Comparison:
-    return Comparison("paper", metric, first, second, second_metric=second_metric)
+SHORTEST_CLOSE = _log_logit("at the smallest n / d, at a divergence of 0.1 nats,", 0, "max_logit_at_close_fit")
+LONGEST_CLOSE = _log_logit("at the largest n / d, at a divergence of 0.1 nats,", -1, "max_logit_at_close_fit")
+DIVERGENCE = Metric("the Kullback-Leibler divergence at the largest n / d", "fits.-1.divergence", 4)
+DENSE, WINDOWED = "dense-local-causal", "dense-local-windowed"
 
 
 class DegreesOfFreedom(Study):
-    """Fits free queries and keys to attention patterns, without a network."""
-
     name = "degrees-of-freedom"
     title = "Degrees of freedom"
     question = """\
@@ -61,14 +48,12 @@ seeds, and is now a comparison. Whether it is the dense local part of a mixed pa
 not tested here: dense local attention alone needs logits as large as sparse attention alone. The comparison at an
 equally close fit was added after the runs."""
     comparisons = {
-        "growth": _smaller(SHORTEST, "dense-local-causal", "dense-local-causal", LONGEST),
-        "growth-at-close-fit": _smaller(
-            SHORTEST_AT_CLOSE_FIT, "dense-local-causal", "dense-local-causal", LONGEST_AT_CLOSE_FIT
-        ),
-        "window": _smaller(LONGEST, "dense-local-windowed", "dense-local-causal"),
-        "fit": _smaller(DIVERGENCE, "dense-local-windowed", "dense-local-causal"),
-        "sparse": _smaller(LONGEST, "sparse-causal", "dense-local-causal"),
-        "mixed": _smaller(LONGEST, "sparse-causal", "mixed-causal"),
+        "growth": Comparison("paper", SHORTEST, DENSE, DENSE, LONGEST),
+        "growth-at-close-fit": Comparison("paper", SHORTEST_CLOSE, DENSE, DENSE, LONGEST_CLOSE),
+        "window": Comparison("paper", LONGEST, WINDOWED, DENSE),
+        "fit": Comparison("paper", DIVERGENCE, WINDOWED, DENSE),
+        "sparse": Comparison("paper", LONGEST, "sparse-causal", DENSE),
+        "mixed": Comparison("paper", LONGEST, "sparse-causal", "mixed-causal"),
     }
     hours = 0.3
     width, window, num_keys = 16, 32, 4
@@ -85,59 +70,37 @@ equally close fit was added after the runs."""
         """Fits the arm's target at every length."""
         kind, is_windowed = self.arms[arm]
         generator = torch.Generator().manual_seed(seed)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         fits = []
         for length in self.lengths:
             target = make_target(kind, length, self.window, self.num_keys, generator)
             visible = visible_pairs(length, self.window if is_windowed else None)
-            figures = fit(target.to(device), visible.to(device), self.width, self.num_steps, generator)
+            figures = fit(target, visible, self.width, self.num_steps, generator)
             fits.append({"length": length, "length_over_width": length / self.width, **figures})
             print(fits[-1], flush=True)
         return {"fits": fits}
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Largest logit and divergence over n / d, as tables and plots."""
-        sections = []
-        for key, title, digits in (
-            ("max_logit", "Largest |logit|", 1),
-            ("max_logit_at_close_fit", "Largest |logit| when the divergence fell below 0.1 nats", 1),
-            ("divergence", "Kullback-Leibler divergence (nats per query)", 4),
-        ):
+        def show(key: str, title: str, digits: int) -> str:
+            ratios = enumerate(length / self.width for length in self.lengths)
+            columns = {f"n / d = {ratio:g}": Metric("", f"fits.{i}.{key}", digits) for i, ratio in ratios}
+            curves = of_runs(runs, lambda run: [(fit["length_over_width"], fit[key]) for fit in run["fits"]])
+            shown = plot(folder / f"{key}.png", curves, "n / d, sequence length over width", title, log_x=True)
+            return f"### {title}\n\n{tabulate(runs, columns)}\n\n{shown}"
 
-            def curve(run: dict, key: str = key) -> list[tuple[float, float | None]]:
-                return [(fit["length_over_width"], fit[key]) for fit in run["fits"]]
-
-            columns = {
-                f"n / d = {length / self.width:g}": Metric("", f"fits.{i}.{key}", digits)
-                for i, length in enumerate(self.lengths)
-            }
-            ratio = "sequence length over width, n / d"
-            shown = picture(folder / f"{key}.png", f"{title} over n / d", runs, curve, ratio, title, log_x=True)
-            sections.append(f"### {title}\n\n{tabulate(runs, columns)}\n\n{shown}")
+        sections = [
+            show("max_logit", "Largest |logit|", 1),
+            show("max_logit_at_close_fit", "Largest |logit| at a divergence of 0.1 nats", 1),
+            show("divergence", "Kullback-Leibler divergence (nats per query)", 4),
+        ]
         return "\n\n".join(sections)
-
-
-def visible_pairs(length: int, window: int | None = None) -> torch.Tensor:
-    """Pairs of queries and keys in a causal softmax, limited to the last `window` keys if given: `(n, n)` booleans."""
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    return visible if window is None else visible.triu(1 - window)
 
 
 def make_target(
     kind: str, length: int, window: int, num_keys: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    Makes a random target attention.
-
-    Args:
-        kind: `dense-local`, `sparse` or `mixed`, see the study's protocol.
-        length: n, the number of queries and keys.
-        window: Number of keys in a row of `dense-local`, including the query's own.
-        num_keys: Number of keys in a row of `sparse`; fewer if the past is shorter.
-        generator: Random number generator.
-
-    Returns:
-        `(n, n)` weights, each row of which sums to 1.
+    A random target attention, `(n, n)` weights each row of which sums to 1: `dense-local` over the last `window` keys,
+    the query's own included, `sparse` over `num_keys` keys (fewer where the past is shorter), or `mixed`.
     """
     if kind == "mixed":
         parts = [make_target(part, length, window, num_keys, generator) for part in ("dense-local", "sparse")]
@@ -153,34 +116,19 @@ def make_target(
 
 
 def fit(
-    target: torch.Tensor,
-    visible: torch.Tensor,
-    width: int,
-    num_steps: int,
-    generator: torch.Generator | None = None,
-    learning_rate: float = 0.05,
+    target: torch.Tensor, visible: torch.Tensor, width: int, num_steps: int, generator: torch.Generator | None = None
 ) -> dict[str, float]:
     """
-    Fits queries and keys to a target.
-
-    Args:
-        target: `(n, n)` weights, zero for pairs that are not visible.
-        visible: `(n, n)` booleans, the pairs in the softmax.
-        width: d, the size of queries and keys.
-        num_steps: Number of steps of Adam.
-        generator: Random number generator for the initial values, on the CPU.
-        learning_rate: Initial learning rate, which decays to zero on a cosine.
+    Fits random queries and keys of some width to a target, `(n, n)` weights that are zero unless `visible`, the
+    `(n, n)` booleans of the pairs in the softmax; by Adam, at a rate of 0.05 that decays to zero on a cosine.
 
     Returns:
         `max_logit`, the largest |logit| of visible pairs at the end; `divergence`, the final divergence of the fit
         from the target in nats per query; and `max_logit_at_close_fit`, the largest |logit| when the divergence was
-        first seen below `CLOSE_FIT`, or NaN if it never was.
+        first seen below 0.1, looking at every tenth step, or NaN if it never was.
     """
-    length = len(target)
-    query, key = (
-        (0.3 * torch.randn(length, width, generator=generator)).to(target.device).requires_grad_() for _ in range(2)
-    )
-    optimizer = torch.optim.Adam([query, key], lr=learning_rate)
+    query, key = ((0.3 * torch.randn(len(target), width, generator=generator)).requires_grad_() for _ in range(2))
+    optimizer = torch.optim.Adam([query, key], lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     mask = torch.zeros_like(target).masked_fill(~visible, -torch.inf)
     entropy = torch.special.entr(target).sum(-1).mean()
@@ -195,7 +143,7 @@ def fit(
     for step in range(num_steps):
         optimizer.zero_grad()
         loss, logits = divergence()
-        if step % LOOK_EVERY_N_STEPS == 0 and math.isnan(at_close_fit) and loss.item() < CLOSE_FIT:
+        if step % 10 == 0 and math.isnan(at_close_fit) and loss.item() < 0.1:
             at_close_fit = logits[visible].abs().max().item()
         loss.backward()
         optimizer.step()

@@ -2,42 +2,36 @@
 
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from lsgpt.training.callbacks import read_metrics
 
-from .comparisons import LOSS, NEGLIGIBLE, Comparison, Metric, Runs
-from .measurements import load, losses_by_context
-from .study import ON_A_CORE, TrainingStudy, mean, picture, tabulate, thin, validation_blocks
+from .comparisons import LOSS, Comparison, Metric, Runs
+from .measurements import losses_by_context
+from .plots import of_runs, plot
+from .study import ON_A_CORE, TrainingStudy, tabulate, thin, validation_blocks
 
 
 CLOCK = "clock.json"
 """File in a checkpoint with the seconds that the run had used."""
 
-WARM_UP, FLOOR = 0.02, 0.1
-"""Share of the time in which the learning rate rises, and the rate at the end as a share of the highest."""
-
 
 class BudgetCallback(TrainerCallback):
     """
-    Ends the training when this process has used its seconds of processor time, and logs them with every loss. Saving
-    is not counted. With one thread, a busy machine delays a run but takes none of its processor time; it still slows
-    a core down through shared caches and memory, so `wall_seconds` are recorded, too.
+    Ends the training when its steps have used their seconds of processor time, and logs them with every loss. A busy
+    machine takes no processor time from a run with one thread, but slows it down through shared caches and memory, so
+    `wall_seconds` are recorded, too.
     """
 
     def __init__(self, budget: float):
         self.budget = budget
         self.used = self.wall = 0.0
         self._began = (0.0, 0.0)
-
-    @property
-    def share(self) -> float:
-        """The share of the budget that was used up to the end of the last step."""
-        return self.used / self.budget
 
     def on_train_begin(self, args, state, control, **kwargs):
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / CLOCK
@@ -63,16 +57,14 @@ class BudgetCallback(TrainerCallback):
 
 
 def rate_at(share: float) -> float:
-    """The learning rate as a share of the highest, when a share of the time is used: a warm-up and a cosine."""
-    if share < WARM_UP:
-        return max(share / WARM_UP, 1e-3)
-    progress = min((share - WARM_UP) / (1 - WARM_UP), 1.0)
-    return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+    """The learning rate as a share of the highest when a share of the time is used: a warm-up, a cosine to a tenth."""
+    if share < 0.02:
+        return max(share / 0.02, 1e-3)
+    progress = min((share - 0.02) / 0.98, 1.0)
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
 
 
 class EqualTime(TrainingStudy):
-    """Four models, each for an hour of one core."""
-
     name = "equal-time"
     title = "Equal time"
     question = """\
@@ -89,9 +81,9 @@ disturbed are repeated. Operations are those of docs/attention.md, three times t
 the whole validation text (about a million tokens), with shortened context those of 16,384 tokens. In earlier runs
 with rotary positions, differences in loss had a standard deviation of about 0.03 nats between seeds."""
     comparisons = {
-        "ls-mhsa": Comparison("paper: it is faster, and not worse", LOSS, "ls", "mhsa", margin=NEGLIGIBLE),
-        "ls-layers": Comparison("ours", LOSS, "ls", "layers", equal=True, margin=NEGLIGIBLE),
-        "ls-local": Comparison("paper: 15 to 20% of perplexity", LOSS, "ls", "local-only", margin=NEGLIGIBLE),
+        "ls-mhsa": Comparison("paper: it is faster, and not worse", LOSS, "ls", "mhsa"),
+        "ls-layers": Comparison("ours", LOSS, "ls", "layers", equal=True),
+        "ls-local": Comparison("paper: 15 to 20% of perplexity", LOSS, "ls", "local-only"),
     }
     arms = {
         arm: {"config_overrides": {"num_global_heads": count}}
@@ -119,32 +111,26 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
 
         def create_scheduler(num_training_steps, optimizer=None):
             optimizer = trainer.optimizer if optimizer is None else optimizer
-            trainer.lr_scheduler = LambdaLR(optimizer, lambda step: rate_at(clock.share))
+            trainer.lr_scheduler = LambdaLR(optimizer, lambda step: rate_at(clock.used / clock.budget))
             return trainer.lr_scheduler
 
         trainer.create_scheduler = create_scheduler
 
     def measure(self, folder: Path) -> dict:
-        """The loss over time and operations, and with shortened context."""
+        """Seconds and operations, the loss over time, and that with shortened context."""
         logs = [log for log in read_metrics(folder / "metrics.jsonl") if "cpu_seconds" in log]
-        model = load(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
         blocks = validation_blocks(folder, None, max(self.contexts))
         length = blocks.shape[1]
         return {
             "cpu_seconds": logs[-1]["cpu_seconds"],
             "wall_seconds": logs[-1]["wall_seconds"],
             "flops_per_step": 3 * model.config.flops_per_token(length) * length,
-            "loss_over_seconds": thin([(log["cpu_seconds"], log["loss"]) for log in logs], mean),
-            "loss_over_steps": thin([(log["step"], log["loss"]) for log in logs], mean),
+            "loss_over_seconds": thin([(log["cpu_seconds"], log["loss"]) for log in logs], statistics.fmean),
             "by_context": losses_by_context(model, blocks, self.contexts, 16_384),
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Steps, operations and losses, and the training loss over seconds and over operations."""
-
-        def over_operations(run: dict) -> list[tuple[float, float]]:
-            return [(step * run["flops_per_step"] / 1e12, loss) for step, loss in run["loss_over_steps"]]
-
         columns = {
             "steps": Metric("", "step", 0),
             "operations (1e15)": Metric("", lambda run: run["step"] * run["flops_per_step"] / 1e15, 2),
@@ -152,24 +138,6 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
             "wall-clock / processor time": Metric("", lambda run: run["wall_seconds"] / run["cpu_seconds"]),
             **{f"{n:,} tokens of context": Metric("", f"by_context.{n}") for n in self.contexts},
         }
-        label = "training loss (nats per token)"
-        sections = [
-            tabulate(runs, columns),
-            picture(
-                folder / "seconds.png",
-                "Training loss over time",
-                runs,
-                lambda run: run["loss_over_seconds"],
-                "seconds of one core",
-                label,
-            ),
-            picture(
-                folder / "flops.png",
-                "Training loss over operations",
-                runs,
-                over_operations,
-                "operations (1e12)",
-                label,
-            ),
-        ]
-        return "\n\n".join(sections)
+        curves = of_runs(runs, lambda run: run["loss_over_seconds"])
+        shown = plot(folder / "seconds.png", curves, "seconds of one core", "training loss (nats per token)")
+        return f"{tabulate(runs, columns)}\n\n{shown}"

@@ -1,21 +1,22 @@
 """Grids of short training runs on books: learning rates, stabilizers, lengths, and hidden keys."""
 
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import AutoModelForCausalLM
 
 from lsgpt.configuration import load_arms
+from lsgpt.training import LSGPTTrainer
 from lsgpt.training.data import collate_blocks
-from lsgpt.training.metrics import token_losses
 
-from .comparisons import DOUBLINGS, LOGIT, LOSS, NEGLIGIBLE, Across, Best, Comparison, Metric, Runs, Side, less
-from .measurements import load
+from .comparisons import DOUBLINGS, LOGIT, LOSS, Across, Best, Comparison, Metric, Runs, less
+from .measurements import mean_loss
 from .plots import plot
-from .study import FINAL, TrainingStudy, number, tabulate, validation_blocks
+from .study import FINAL, TrainingStudy, tabulate, validation_blocks
 
 
 PAIRED = """\
@@ -25,58 +26,46 @@ replaced by paired intervals with the quantiles of Student's t, which decide les
 SHIPPED = load_arms()
 
 
-class Series(NamedTuple):
-    """A plot of a metric over a quantity in which arms differ."""
-
-    file: str
-    xlabel: str
-    arms: Mapping[str, Mapping[float, str]]
-    """For each label, the arm of each x."""
-    metric: Metric = LOSS
-
-
 class Grid(TrainingStudy):
     """Runs of the recipe `micro` with every combination of some fields."""
 
     fields: Mapping[str, Any] = {"max_steps": 600}
     changes = PAIRED
-    series: Sequence[Series] = ()
+    lines: tuple[str, str] | None = None
+    """A pattern that finds a label and x in the names of arms, and what x is, for plots over x."""
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """A table of the final figures, and plots."""
         sections = [tabulate(runs, FINAL, diverged=True)]
-        for file, xlabel, arms, metric in self.series:
-            curves = {label: over(runs, places, metric) for label, places in arms.items()}
-            ylabel = "largest |logit| on the way" if metric == LOGIT else "final validation loss (nats per token)"
-            plot(folder / file, curves, xlabel, ylabel, log_x=True, log_y=metric == LOGIT)
-            sections.append(f"![{ylabel} over {xlabel}]({file})")
+        if self.lines:
+            pattern, xlabel = self.lines
+            losses, logits = (over(runs, pattern, metric) for metric in (LOSS, LOGIT))
+            loss, logit = "final validation loss (nats per token)", "largest |logit| on the way"
+            sections += [
+                plot(folder / "loss.png", losses, xlabel, loss, log_x=True),
+                plot(folder / "max_logit.png", logits, xlabel, logit, log_x=True, log_y=True),
+            ]
         return "\n\n".join(sections)
 
 
-def over(runs: Runs, places: Mapping[float, str], metric: Metric) -> list[list[tuple[float, float]]]:
-    """Curves of a metric over the x values of arms, one for each seed."""
-    by_arm = {x: {run["seed"]: metric.of(run) for run in runs[arm]} for x, arm in places.items() if arm in runs}
-    seeds = sorted({seed for values in by_arm.values() for seed in values})
-    return [[(x, values[seed]) for x, values in by_arm.items() if seed in values] for seed in seeds]
+def over(runs: Runs, pattern: str, metric: Metric) -> dict[str, list[list[tuple[float, float]]]]:
+    """For each label that the pattern finds in the names of arms, the curves of its seeds over x."""
+    curves: dict[str, dict[int, list]] = {}
+    for match in filter(None, (re.fullmatch(pattern, arm) for arm in runs)):
+        by_seed = curves.setdefault(match[1], {})
+        for run in runs[match[0]]:
+            by_seed.setdefault(run["seed"], []).append((float(match[2]), metric.of(run)))
+    return {label: list(by_seed.values()) for label, by_seed in curves.items()}
 
 
-BEYOND = Metric(
-    "the loss at 4n tokens less that at n", lambda run: number(run["beyond"]["4"]) - number(run["beyond"]["1"])
+BEYOND = LOSS._replace(
+    words="the loss at 4n tokens less that at n", read=lambda run: run["beyond"]["4"] - run["beyond"]["1"]
 )
-
-
-def below(source: str, first: Side, second: Side, metric: Metric = LOSS, **options) -> Comparison:
-    """A claim that `first` has the lower loss than `second`, or is equal within the margin."""
-    if metric in (LOSS, BEYOND):
-        options = {"margin": NEGLIGIBLE, **options}
-    return Comparison(source, metric, first, second, **options)
 
 
 # Learning rates and stabilizers
 
 RATES, FEW_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
 METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc")
-NAMES = ("mhsa", "ls", "ls-sinks", "local-only")
 STABILIZED = ("mhsa", "ls", *(f"{kind}-{method}" for kind in ("mhsa", "ls") for method in METHODS))
 
 
@@ -95,16 +84,9 @@ def over_rates(names: tuple[str, ...], rates: tuple[float, ...]) -> dict[str, An
     return {at_rate(name, rate): {**SHIPPED[name], "learning_rate": rate} for rate in rates for name in names}
 
 
-def rate_plots(prefix: str, names: Sequence[str], rates: tuple[float, ...]) -> list[Series]:
-    """Plots of loss and logits over the rates."""
-    arms = {name: {rate: at_rate(name, rate) for rate in rates} for name in names}
-    files = (("loss", LOSS), ("max_logit", LOGIT))
-    return [Series(f"{prefix}{file}.png", "learning rate", arms, metric) for file, metric in files]
-
-
 CAPPED = Metric(
     "the sensitivity (mean over rates of the final loss, at most that before training, less the lowest)",
-    lambda run: run["first_loss"] if run["diverged"] else min(number(run["eval_loss"]), run["first_loss"]),
+    lambda run: min(LOSS.of(run), run["first_loss"]),
 )
 
 
@@ -115,8 +97,6 @@ def sensitivity(name: str) -> Across:
 
 
 class LearningRates(Grid):
-    """Four kinds of attention at five learning rates."""
-
     name = "learning-rates"
     title = "Learning rates"
     question = """\
@@ -132,23 +112,23 @@ global heads have hardly learned to look anywhere: they attend as far back as wi
     changes = (
         f"{PAIRED} The rate in the second claim is the lowest at which a logit of `mhsa` exceeds 100 in all seeds."
     )
-    arms = over_rates(NAMES, RATES)
+    arms = over_rates(("mhsa", "ls", "ls-sinks", "local-only"), RATES)
     comparisons = {
-        "lower-loss": below("paper", at_best("ls", RATES), at_best("mhsa", RATES)),
-        "smaller-logits": below("paper", at_rate("ls", 3e-2), at_rate("mhsa", 3e-2), DOUBLINGS),
-        "less-sensitive": below(
-            "paper: it trains where others diverge", sensitivity("ls"), sensitivity("mhsa"), CAPPED
+        "lower-loss": Comparison("paper", LOSS, at_best("ls", RATES), at_best("mhsa", RATES)),
+        "smaller-logits": Comparison("paper", DOUBLINGS, at_rate("ls", 3e-2), at_rate("mhsa", 3e-2)),
+        "less-sensitive": Comparison(
+            "paper: it trains where others diverge", CAPPED, sensitivity("ls"), sensitivity("mhsa")
         ),
-        "global-head": below("paper: 15 to 20% of perplexity", at_best("ls", RATES), at_best("local-only", RATES)),
-        "sinks": below("ours", at_best("ls-sinks", RATES), at_best("ls", RATES)),
+        "global-head": Comparison(
+            "paper: 15 to 20% of perplexity", LOSS, at_best("ls", RATES), at_best("local-only", RATES)
+        ),
+        "sinks": Comparison("ours", LOSS, at_best("ls-sinks", RATES), at_best("ls", RATES)),
     }
     hours = 1.3
-    series = rate_plots("", NAMES, RATES)
+    lines = (r"(.+)-lr(.+)", "learning rate")
 
 
 class Stabilizers(Grid):
-    """Multi-head and LS-attention with the usual remedies for exploding logits."""
-
     name = "stabilizers"
     title = "Stabilizers compared with LS-attention"
     question = """\
@@ -161,8 +141,9 @@ QK-clip never acts, and at the lowest, soft-capping changes no loss by more than
 about runs that need them."""
     arms = over_rates(STABILIZED, FEW_RATES)
     comparisons = {
-        "instead": below(
+        "instead": Comparison(
             "paper and reviewers",
+            LOSS,
             at_best("ls", FEW_RATES),
             Best(
                 "mhsa",
@@ -171,13 +152,10 @@ about runs that need them."""
             ),
         ),
     } | {
-        method: below("reviewers", at_best(f"ls-{method}", FEW_RATES), at_best("ls", FEW_RATES)) for method in METHODS
+        method: Comparison("reviewers", LOSS, at_best(f"ls-{method}", FEW_RATES), at_best("ls", FEW_RATES))
+        for method in METHODS
     }
     hours = 2.4
-    series = [
-        *rate_plots("mhsa_", [name for name in STABILIZED if name.startswith("mhsa")], FEW_RATES),
-        *rate_plots("ls_", [name for name in STABILIZED if name.startswith("ls")], FEW_RATES),
-    ]
 
 
 # Lengths
@@ -186,16 +164,7 @@ HEADS = {"mhsa": "all", "ls": 1}
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 
-@torch.no_grad()
-def loss_in_second_half(model, blocks: torch.Tensor) -> float:
-    """The mean loss of the tokens in the second half of blocks `(N, T)`, in nats."""
-    halves = [token_losses(model(input_ids=ids[None]).logits, ids[None])[:, len(ids) // 2 :] for ids in blocks]
-    return torch.cat(halves).mean().item()
-
-
 class Lengths(Grid):
-    """Sequences of 64 to 2,048 tokens, and reading more than in training."""
-
     name = "lengths"
     title = "Length of the sequences"
     question = """\
@@ -227,26 +196,25 @@ studies set-complement and othello find the opposite."""
         )
     }
     comparisons = {
-        "grows-with-length": below("paper", less("ls-n2048", "mhsa-n2048"), less("ls-n64", "mhsa-n64")),
-        "none-when-short": below("paper", "ls-n64", "mhsa-n64", equal=True),
-        "logits-grow": below("paper", "mhsa-n64", "mhsa-n2048", DOUBLINGS),
-        "beyond-rope": below("ours: only global heads can disperse, arXiv:2510.08341", "ls-rope", "mhsa-rope", BEYOND),
-        "beyond-none": below("ours: the same", "ls-none", "mhsa-none", BEYOND),
+        "grows-with-length": Comparison("paper", LOSS, less("ls-n2048", "mhsa-n2048"), less("ls-n64", "mhsa-n64")),
+        "none-when-short": Comparison("paper", LOSS, "ls-n64", "mhsa-n64", equal=True),
+        "logits-grow": Comparison("paper", DOUBLINGS, "mhsa-n64", "mhsa-n2048"),
+        "beyond-rope": Comparison(
+            "ours: only global heads can disperse, arXiv:2510.08341", BEYOND, "ls-rope", "mhsa-rope"
+        ),
+        "beyond-none": Comparison("ours: the same", BEYOND, "ls-none", "mhsa-none"),
     }
     hours = 1.0
-    series = [
-        Series(file, "tokens in a block, n", {x: {n: f"{x}-n{n}" for n in LENGTHS} for x in HEADS}, metric)
-        for file, metric in (("loss.png", LOSS), ("max_logit.png", LOGIT))
-    ]
+    lines = (r"(.+)-n(\d+)", "tokens in a block, n")
 
     def measure(self, folder: Path) -> dict:
         """The loss in the second half of n, 2n and 4n tokens, for positions without an upper limit."""
-        model = load(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
         if model.config.position_embedding_type not in ("rope", "none"):
             return {}
         n = model.config.max_position_embeddings
         blocks = validation_blocks(folder, 16, 4 * n)
-        return {"beyond": {str(factor): loss_in_second_half(model, blocks[:, : factor * n]) for factor in (1, 2, 4)}}
+        return {"beyond": {str(x): mean_loss(model, blocks[:, : x * n], begin=x * n // 2) for x in (1, 2, 4)}}
 
 
 # Hidden keys
@@ -254,21 +222,14 @@ studies set-complement and othello find the opposite."""
 
 def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:
     """
-    A causal mask that also hides every earlier key of every query with a probability of one half.
-
-    The random numbers of a row depend only on its tokens: a block has the same mask in every batch, whatever blocks
-    came before it. A run that resumes after an interruption therefore sees the same masks as without one.
-
-    Args:
-        input_ids: `(B, n)`, on the CPU.
-
-    Returns:
-        `(B, 1, n, n)` booleans, True where a query may attend.
+    A causal mask for tokens `(B, n)` that also hides every earlier key of every query with a probability of one half:
+    `(B, 1, n, n)` booleans, True where a query may attend. The random numbers of a row depend only on its tokens, so a
+    run that resumes after an interruption sees the same masks as without one.
     """
     length = input_ids.shape[1]
     mask = torch.empty(len(input_ids), 1, length, length, dtype=torch.bool)
     for row, ids in zip(mask, input_ids):
-        seed = zlib.crc32(ids.long().contiguous().numpy().tobytes())
+        seed = zlib.crc32(ids.long().numpy().tobytes())
         row.bernoulli_(0.5, generator=torch.Generator().manual_seed(seed))
     return mask.tril(-1) | torch.eye(length, dtype=torch.bool)
 
@@ -280,8 +241,6 @@ def collate_with_hidden_keys(blocks: list[dict]) -> dict[str, torch.Tensor]:
 
 
 class SparseDependencies(Grid):
-    """Half of the keys are hidden from every query."""
-
     name = "sparse-dependencies"
     title = "Sparse dependencies"
     question = """\
@@ -295,19 +254,18 @@ the block. The learning rate (0.03) is one at which the logits of multi-head att
 with and without hidden keys belong to different tasks, and are not compared with each other."""
     arms = {f"{name}{suffix}": SHIPPED[name] for name in ("mhsa", "ls") for suffix in ("", "-hidden")}
     comparisons = {
-        "mhsa": below("paper", "mhsa-hidden", "mhsa", DOUBLINGS),
-        "ls": below(
+        "mhsa": Comparison("paper", DOUBLINGS, "mhsa-hidden", "mhsa"),
+        "ls": Comparison(
             "follows from the paper's explanation: local heads have few keys anyway",
+            DOUBLINGS,
             less("mhsa-hidden", "mhsa"),
             less("ls-hidden", "ls"),
-            DOUBLINGS,
         ),
-        "gain": below("follows from it, too", less("mhsa-hidden", "ls-hidden"), less("mhsa", "ls")),
+        "gain": Comparison("follows from it, too", LOSS, less("mhsa-hidden", "ls-hidden"), less("mhsa", "ls")),
     }
     hours = 0.7
     fields = {"max_steps": 600, "learning_rate": 3e-2}
 
-    def change(self, trainer: Trainer, arm: str):
-        """Gives the trainer of an arm with hidden keys the collator that hides them."""
+    def change(self, trainer: LSGPTTrainer, arm: str):
         if arm.endswith("-hidden"):
             trainer.data_collator = collate_with_hidden_keys

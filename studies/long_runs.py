@@ -1,54 +1,29 @@
 """Long runs on books: is the explosion of the logits a matter of positions, and does it appear at the paper's size?"""
 
 import math
-from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from transformers import AutoModelForCausalLM
 
 from lsgpt.configuration import load_arms
-from lsgpt.inspection import FIGURES
-from lsgpt.utilities import table
+from lsgpt.inspection import FIGURES, attention_statistics
 
-from .comparisons import DOUBLINGS, LOGIT, LOSS, NEGLIGIBLE, Bounds, Comparison, Limit, Metric, Runs, decide
-from .measurements import (
-    load,
-    losses_by_context,
-    over_heads,
-    parts_of_logits,
-    statistics_of,
-    uniform_figures,
-    validation_loss,
-)
-from .study import FINAL, ON_A_CORE, TrainingStudy, mean, number, picture, points, tabulate, validation_blocks
+from . import measurements
+from .comparisons import DOUBLINGS, LOGIT, LOSS, Bounds, Comparison, Limit, Metric, Runs
+from .plots import of_runs, plot
+from .study import FINAL, ON_A_CORE, TrainingStudy, tabulate, validation_blocks
 
 
 GAIN = 0.05
 """What a model must gain from context beyond 64 tokens, in nats, or nothing is said about heads that look there."""
 
-NEAR = 64
-
 SHIPPED = load_arms()
-
-STEP, TRAINING_LOSS = "optimizer step", "training loss (nats per token)"
-
-
-def _improvement(first: int, last: int) -> Metric:
-    return Metric(
-        f"the fall of the validation loss from step {first:,} to step {last:,}",
-        lambda run: number(run["validation"][str(first)]) - number(run["validation"][str(last)]),
-    )
-
-
-def _gain(longest: int) -> Metric:
-    return Metric(
-        f"the gain from context beyond {NEAR} tokens, the loss with {NEAR} less that with {longest:,},",
-        lambda run: number(run["by_context"][str(NEAR)]) - number(run["by_context"][str(longest)]),
-    )
 
 
 def _largest_part(words: str, key: str) -> Metric:
-    return Metric(words, lambda run: max(map(max, run["parts"][key])), 1)
+    return Metric(words, lambda run: np.max(run["parts"][key]), 1)
 
 
 POSITION_PART = _largest_part("the largest |mean over texts| of a logit, which is due to positions,", "max_position")
@@ -60,101 +35,89 @@ PARTS = {
     "of the mean over texts (positions)": POSITION_PART,
     "of the rest (content)": CONTENT_PART,
     "share of the variance that is due to positions, mean over heads": Metric(
-        "", lambda run: mean(chain.from_iterable(run["parts"]["position_share"]))
+        "", lambda run: np.nanmean(run["parts"]["position_share"])
     ),
 }
-DIVERGED = Metric("the number of divergences", lambda run: float(run["diverged"]), 0)
-
-
-def _looks(name: str, local: bool, words: str = "") -> Metric:
-    return Metric(words, lambda run: over_heads(run["looks"], name, local))
-
-
-FAR_MASS = _looks(
-    "far_mass_without_first", False, "the share of global heads' attention on far tokens, without the first,"
+DIVERGED = Metric("the number of divergences", "diverged", 0)
+FAR_MASS = Metric(
+    "the share of global heads' attention on far tokens, without the first,",
+    lambda run: measurements.over_heads(run["looks"], False)["far_mass_without_first"],
 )
-FAR_ENTROPY = _looks("far_entropy", False, "the normalized entropy of global heads' attention among far tokens")
-
-
-USES_CONTEXT = "multi-head attention makes use of context beyond 64 tokens"
+FAR_ENTROPY = Metric(
+    "the normalized entropy of global heads' attention among far tokens",
+    lambda run: measurements.over_heads(run["looks"], False)["far_entropy"],
+)
 
 
 def use_of_context(arm: str, longest: int) -> Comparison:
     """The condition for all that is said about global heads in text."""
+    words = f"the gain from context beyond 64 tokens, the loss with 64 less that with {longest:,},"
+    gain = Metric(words, lambda run: run["by_context"]["64"] - run["by_context"][str(longest)])
+    claim = "multi-head attention makes use of context beyond 64 tokens"
     condition = "a condition for all that is said about global heads"
-    return Comparison(condition, Metric("", ""), GAIN, arm, USES_CONTEXT, second_metric=_gain(longest))
+    return Comparison(condition, Metric("", ""), GAIN, arm, gain, claim=claim)
 
 
 def explodes(source: str, mhsa: str, ls: str, above: float, claim: str = "") -> Bounds:
     """The claim that the logits of multi-head attention exceed a bound, and those of LS-attention stay below 50."""
-    return Bounds(source, (Limit(mhsa, LOGIT, above=above), Limit(ls, LOGIT, below=50)), claim)
+    return Bounds(source, (Limit(mhsa, LOGIT, above=above), Limit(ls, LOGIT, below=50)), claim=claim)
 
 
-def diverges(mhsa: str, ls: str) -> Bounds:
-    """The claim that multi-head attention diverges, and LS-attention does not."""
-    limits = (Limit(mhsa, DIVERGED, above=0.5), Limit(ls, DIVERGED, below=0.5))
-    return Bounds(
-        "paper: after 20,000 to 30,000 steps", limits, "multi-head attention diverges, and LS-attention does not"
-    )
+DIVERGES = Bounds(
+    "paper: after 20,000 to 30,000 steps",
+    (Limit("mhsa", DIVERGED, above=0.5), Limit("ls", DIVERGED, below=0.5)),
+    claim="multi-head attention diverges, and LS-attention does not",
+)
 
 
-def lower_loss(source: str, first: str, second: str, claim: str = "", gate: Comparison | None = None) -> Comparison:
-    """A claim about the losses at the end."""
-    return Comparison(source, LOSS, first, second, claim, margin=NEGLIGIBLE, gate=gate)
+def below_half(arm: str, metric: Metric, gate: Comparison, claim: str = "") -> Bounds:
+    """A claim of the paper about where the global heads of an arm look."""
+    return Bounds("paper", (Limit(arm, metric, below=0.5),), claim=claim, gate=gate)
 
 
 def gap_closes(source: str, ls: str, mhsa: str) -> Comparison:
     """A claim about the gap between the losses over the steps."""
+    words = "the fall of the validation loss from step 5,000 to step 20,000"
+    fall = Metric(words, lambda run: run["validation"]["5000"] - run["validation"]["20000"])
     claim = "from step 5,000 to step 20,000, the gap between the losses closes"
-    return Comparison(source, _improvement(5000, 20_000), ls, mhsa, claim)
+    return Comparison(source, fall, ls, mhsa, claim=claim)
 
 
-def pairs_of(runs: Runs) -> dict[str, list[tuple[dict, dict]]]:
-    """For each arm of multi-head attention, its runs with those of LS-attention that have the same seed."""
-    pairs = {}
-    for arm in (arm for arm in runs if arm.startswith("mhsa")):
-        others = {run["seed"]: run for run in runs.get(arm.replace("mhsa", "ls"), ())}
-        pairs[f"{arm} - {arm.replace('mhsa', 'ls')}"] = [
-            (run, others[run["seed"]]) for run in runs[arm] if run["seed"] in others
-        ]
-    return {label: of_label for label, of_label in pairs.items() if of_label}
-
-
-def over_steps(runs: Runs, folder: Path) -> str:
-    """Final figures, and plots of the training loss, of its gap and of the logits over the steps."""
-
-    def gap(pair: tuple[dict, dict]) -> list[tuple[float, float]]:
-        first, second = (points(run["curves"]["loss"]) for run in pair)
-        return [(x, y - z) for (x, y), (_, z) in zip(first, second)]
-
-    logits = {
-        f"{arm}, {kind}": [run["curves"][f"max_logit_{kind}"] for run in of_arm]
-        for arm, of_arm in runs.items()
-        for kind in ("global", "local")
-        if f"max_logit_{kind}" in of_arm[0]["curves"]
-    }
-    gaps: Any = pairs_of(runs)  # `picture` draws a curve of whatever stands for a run
-    sections = [
-        tabulate(runs, FINAL, diverged=True),
-        picture(folder / "loss.png", "Training loss", runs, lambda run: run["curves"]["loss"], STEP, TRAINING_LOSS),
-        picture(
-            folder / "gap.png", "Gap between the training losses", gaps, gap, STEP, f"difference in {TRAINING_LOSS}"
-        ),
-        picture(
-            folder / "max_logit.png",
-            "Largest attention logit over the training",
-            logits,
-            lambda curve: curve,
-            STEP,
-            "largest |logit|",
-            log_y=True,
-        ),
-    ]
-    return "\n\n".join(sections)
+def gaps_of(runs: Runs) -> Runs:
+    """The losses of multi-head attention less those of LS-attention with the same seed, in the form of runs."""
+    gaps: dict[str, list[dict]] = {}
+    for arm, other in ((arm, arm.replace("mhsa", "ls")) for arm in runs if arm.startswith("mhsa")):
+        for first, second in product(runs[arm], runs.get(other, ())):
+            if first["seed"] == second["seed"]:
+                validation = {x: loss - second["validation"][x] for x, loss in first.get("validation", {}).items()}
+                pairs = zip(first["curves"]["loss"], second["curves"]["loss"])
+                curves = {"loss": [(x, y - z) for (x, y), (_, z) in pairs]}
+                gaps.setdefault(f"{arm} - {other}", []).append({"validation": validation, "curves": curves})
+    return gaps
 
 
 class LongRuns(TrainingStudy):
-    """Long training runs, on whose checkpoints the measurements are made."""
+    """Long training runs."""
+
+    def report(self, runs: Runs, folder: Path) -> str:
+        step, loss = "optimizer step", "training loss (nats per token)"
+        losses, gaps = (of_runs(x, lambda run: run["curves"]["loss"]) for x in (runs, gaps_of(runs)))
+        logits = {
+            f"{arm}, {kind}": [run["curves"][f"max_logit_{kind}"] for run in of_arm]
+            for (arm, of_arm), kind in product(runs.items(), ("global", "local"))
+            if f"max_logit_{kind}" in of_arm[0]["curves"]
+        }
+        sections = [
+            tabulate(runs, FINAL, diverged=True),
+            plot(folder / "loss.png", losses, step, loss),
+            plot(folder / "gap.png", gaps, step, f"gap in {loss}"),
+            plot(folder / "max_logit.png", logits, step, "largest |logit|", log_y=True),
+        ]
+        return "\n\n".join(sections)
+
+
+class MeasuredRuns(LongRuns):
+    """Long training runs, on whose checkpoints measurements are made."""
 
     steps: tuple[int, ...] = (2500, 5000, 10_000, 20_000)
     """The checkpoints whose validation loss is measured."""
@@ -168,98 +131,40 @@ class LongRuns(TrainingStudy):
     def measure(self, folder: Path) -> dict:
         """Loss over steps and over context, parts of the logits and figures of the heads, all on validation text."""
         blocks = validation_blocks(folder, None, max(self.contexts))
-        checkpoints = {str(step): folder / f"checkpoint-{step}" for step in self.steps}
-        model = load(folder)
+        load = AutoModelForCausalLM.from_pretrained
+        model, validation = load(folder), dict.fromkeys(map(str, self.steps), math.inf)
+        for step in self.steps:
+            if (checkpoint := folder / f"checkpoint-{step}").exists():  # a run that diverged has fewer
+                validation[str(step)] = measurements.mean_loss(load(checkpoint), blocks)
         some = blocks[:: max(1, len(blocks) // self.num_blocks)][: self.num_blocks]
+        looks = attention_statistics(model, some[: self.num_blocks // 2], self.window)
         return {
-            "validation": {  # a run that diverged has fewer checkpoints
-                step: validation_loss(load(checkpoint), blocks) if checkpoint.exists() else math.inf
-                for step, checkpoint in checkpoints.items()
-            },
-            "validation_tokens": blocks.numel(),
-            "by_context": losses_by_context(model, blocks, self.contexts, self.num_targets),
-            "parts": parts_of_logits(model, some),
-            "looks": statistics_of(model, some[: self.num_blocks // 2], model.config.sliding_window),
+            "validation": validation,
+            "by_context": measurements.losses_by_context(model, blocks, self.contexts, self.num_targets),
+            "parts": measurements.parts_of_logits(model, some),
+            "looks": {name: getattr(looks, name).tolist() for name in ("is_local", *FIGURES)},
         }
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, loss and its gap over the steps, logits, contexts, and where heads look."""
-
-        def by_context(run: dict) -> list[tuple[int, float | None]]:
-            return [(int(context), loss) for context, loss in run["by_context"].items()]
-
-        over_training = {f"step {step:,}": Metric("", f"validation.{step}") for step in self.steps}
-        over_contexts = {f"{n:,} tokens": Metric("", f"by_context.{n}") for n in self.contexts}
-        loss = "validation loss (nats per token)"
+        steps = {f"step {step:,}": Metric("", f"validation.{step}") for step in self.steps}
+        contexts = {f"{n:,} tokens": Metric("", f"by_context.{n}") for n in self.contexts}
+        longest, looks = max(self.contexts), {title: Metric("", name) for name, (title, _) in FIGURES.items()}
+        heads = {
+            f"{arm}, {kind} heads": [measurements.over_heads(run["looks"], kind == "local") for run in of_arm]
+            for (arm, of_arm), kind in product(runs.items(), ("global", "local"))
+            if (kind == "local") in chain(*of_arm[0]["looks"]["is_local"])
+        }
+        for what, size in (("every earlier key", longest), (f"the last {self.window} keys", self.window)):
+            heads[f"equal weights on {what}"] = [measurements.uniform_figures(longest, size, self.window)]
         sections = [
-            over_steps(runs, folder),
-            f"### Loss over steps\n\n{tabulate(runs, over_training, 'arm, validation loss')}",
-            self._gaps(runs),
-            f"### Loss with shortened context\n\n{tabulate(runs, over_contexts)}",
-            picture(
-                folder / "context.png", "Loss over context", runs, by_context, "tokens of context", loss, log_x=True
-            ),
-            picture(
-                folder / "position.png",
-                "Loss by position in a block",
-                runs,
-                lambda run: run["loss_by_position"],
-                "tokens of context in a block",
-                loss,
-                log_x=True,
-            ),
+            super().report(runs, folder),
+            f"### Loss over steps\n\n{tabulate({**runs, **gaps_of(runs)}, steps, 'arm, validation loss')}",
+            f"### Loss with shortened context\n\n{tabulate(runs, contexts)}",
             f"### Parts of the logits\n\n{tabulate(runs, PARTS)}",
-            f"### Where heads look\n\n{self._where_heads_look(runs)}",
+            f"### Where heads look\n\n{tabulate(heads, looks)}",
+            *(f"- {title}: {words}" for title, words in FIGURES.values()),
         ]
-        return "\n\n".join(section for section in sections if section)
-
-    def _gaps(self, runs: Runs) -> str:
-        """The gaps between the validation losses with their intervals, and what they would become."""
-        *_, before, last = self.steps
-        doublings = math.log2(last / before)
-        rows = []
-        for label, pairs in pairs_of(runs).items():
-            gaps = {
-                step: [number(a["validation"][str(step)]) - number(b["validation"][str(step)]) for a, b in pairs]
-                for step in self.steps
-            }
-            if all(math.isfinite(gap) for of_step in gaps.values() for gap in of_step):
-                ends = list(zip(gaps[before], gaps[last]))
-                linear = [gap + (gap - earlier) * 2 / doublings for earlier, gap in ends]
-                geometric = [
-                    gap * (gap / earlier) ** (2 / doublings) if gap * earlier > 0 else gap for earlier, gap in ends
-                ]
-                rows.append([label, *map(_with_interval, (*gaps.values(), linear, geometric))])
-        if not rows:
-            return ""
-        head = ["gap", *(f"step {step:,}" for step in self.steps), f"step {4 * last:,}, linear", "the same, geometric"]
-        return (
-            f"{table(rows, head)}\n\nIntervals are 95% (Student's t). The last two columns are not measurements: they "
-            f"continue the change from step {before:,} to step {last:,} for two more doublings, with the same "
-            "difference for each doubling, or with the same ratio."
-        )
-
-    def _where_heads_look(self, runs: Runs) -> str:
-        text = []
-        for kind, local in (("global", False), ("local", True)):
-            having = {
-                arm: of_arm
-                for arm, of_arm in runs.items()
-                if local in chain.from_iterable(of_arm[0]["looks"]["is_local"])
-            }
-            columns = {title: _looks(name, local) for name, (title, _) in FIGURES.items()}
-            text += [tabulate(having, columns, f"{kind} heads")] if having else []
-        titles = [title for title, _ in FIGURES.values()]
-        for what, size in (("every earlier key", max(self.contexts)), (f"the last {self.window} keys", self.window)):
-            values = uniform_figures(max(self.contexts), size, self.window).values()
-            shown = ", ".join(f"{title} {x:.3f}" for title, x in zip(titles, values) if math.isfinite(x))
-            text.append(f"With equal weights on {what}: {shown}.")
-        text.append("\n".join(f"- {title}: {words}" for title, words in FIGURES.values()))
-        return "\n\n".join(text)
-
-
-def _with_interval(values: Sequence[float]) -> str:
-    return decide(values, [0.0] * len(values), False, None).format_effect().replace("95% interval ", "")
+        return "\n\n".join(sections)
 
 
 SCHEDULE = {
@@ -271,10 +176,12 @@ SCHEDULE = {
     "max_logit_every_n_steps": 20,
 }
 
+ROTARY = "with rotary positions"
+SMALLER = "LS-attention has the smaller logits in a long training"
+LOWER = "LS-attention has the lower loss after a long training"
 
-class PositionsLong(LongRuns):
-    """20,000 steps at `micro` with rotary positions, with and without QK-norm."""
 
+class PositionsLong(MeasuredRuns):
     name = "positions-long"
     title = "Long training with rotary positions"
     question = """\
@@ -291,7 +198,7 @@ validation loss at steps 2,500 to 20,000; the loss of 32,768 tokens from all ove
 shortened to 16, 64, 256 and 512 tokens; the part of the logits that is due to positions (their mean over 16 texts)
 and the rest; and where heads look (8 texts), compared with equal weights. The runs with learned positions are those
 of long-training (two seeds). Nothing is said about global heads in text unless multi-head attention gains {GAIN:g}
-nats or more from context beyond {NEAR} tokens. In earlier runs, differences in loss had a standard deviation of about
+nats or more from context beyond 64 tokens. In earlier runs, differences in loss had a standard deviation of about
 0.03 nats between seeds, those of the logarithms of logits about 0.3."""
     gate = use_of_context("mhsa-rope", 512)
     comparisons = {
@@ -301,56 +208,38 @@ nats or more from context beyond {NEAR} tokens. In earlier runs, differences in 
             "mhsa-rope",
             "ls-rope",
             200,
-            "with rotary positions, too, the logits of multi-head attention explode, and those of LS-attention do not",
+            f"{ROTARY}, too, the logits of multi-head attention explode, and those of LS-attention do not",
         ),
         "explosion-qknorm": explodes("reviewers", "mhsa-rope-qknorm", "ls-rope-qknorm", 200, "the same with QK-norm"),
-        "smaller-logits": Comparison(
-            "paper",
-            DOUBLINGS,
-            "ls-rope",
-            "mhsa-rope",
-            "with rotary positions, LS-attention has the smaller logits in a long training",
-        ),
-        "lower-loss": lower_loss(
-            "paper",
-            "ls-rope",
-            "mhsa-rope",
-            "with rotary positions, LS-attention has the lower loss after a long training",
-        ),
-        "lower-loss-qknorm": lower_loss(
-            "reviewers",
-            "ls-rope-qknorm",
-            "mhsa-rope-qknorm",
-            "with rotary positions and QK-norm, LS-attention has the lower loss after a long training",
+        "smaller-logits": Comparison("paper", DOUBLINGS, "ls-rope", "mhsa-rope", claim=f"{ROTARY}, {SMALLER}"),
+        "lower-loss": Comparison("paper", LOSS, "ls-rope", "mhsa-rope", claim=f"{ROTARY}, {LOWER}"),
+        "lower-loss-qknorm": Comparison(
+            "reviewers", LOSS, "ls-rope-qknorm", "mhsa-rope-qknorm", claim=f"{ROTARY} and QK-norm, {LOWER}"
         ),
         "gap-closes": gap_closes("ours: with learned positions, it was falling", "ls-rope", "mhsa-rope"),
-        "global-head": lower_loss(
+        "global-head": Comparison(
             "paper: 15 to 20% of perplexity",
+            LOSS,
             "ls-rope",
             "local-only-rope",
-            "with a global head in each layer, the loss is lower than without any",
-            gate,
+            claim="with a global head in each layer, the loss is lower than without any",
+            gate=gate,
         ),
         "from-positions": Comparison(
             "ours",
             POSITION_PART,
             "mhsa-rope",
             "mhsa-rope",
-            "with rotary positions, the largest logits of multi-head attention are due to content, not to positions",
-            second_metric=CONTENT_PART,
+            CONTENT_PART,
+            claim=f"{ROTARY}, the largest logits of multi-head attention are due to content, not to positions",
         ),
-        "near": Bounds(
-            "paper",
-            (Limit("mhsa-rope", FAR_MASS, below=0.5),),
+        "near": below_half(
+            "mhsa-rope",
+            FAR_MASS,
+            gate,
             "the heads of multi-head attention have most of their attention on near tokens and the first",
-            gate,
         ),
-        "sparse": Bounds(
-            "paper",
-            (Limit("mhsa-rope", FAR_ENTROPY, below=0.5),),
-            "their attention to the far past is sparse",
-            gate,
-        ),
+        "sparse": below_half("mhsa-rope", FAR_ENTROPY, gate, "their attention to the far past is sparse"),
     }
     fields = {"learning_rate": 2.4e-3, "warmup_steps": 800, **SCHEDULE}
     hours = 9.0
@@ -360,9 +249,7 @@ nats or more from context beyond {NEAR} tokens. In earlier runs, differences in 
     }
 
 
-class PaperSize(LongRuns):
-    """The paper's first experiment at its own size, with less text in a step."""
-
+class PaperSize(MeasuredRuns):
     name = "paper-size"
     title = "The paper's first experiment at its own size"
     question = """\
@@ -380,17 +267,19 @@ verdict. Every 20 steps, the largest logit is measured by layer and kind of head
 validation text (about a million tokens). Measured on checkpoints: the validation loss at steps 2,500 to 20,000; the
 loss of 16,384 tokens with the context shortened to 16, 64, 256, 512 and 2,048 tokens; the parts of the logits (8
 texts); and where heads look (4 texts). Nothing is said about global heads in text unless multi-head attention gains
-{GAIN:g} nats or more from context beyond {NEAR} tokens."""
+{GAIN:g} nats or more from context beyond 64 tokens."""
     gate = use_of_context("mhsa", 2048)
     comparisons = {
         "use-of-context": gate,
         "explosion": explodes("paper: above 400 and below 50", "mhsa", "ls", 400),
-        "divergence": diverges("mhsa", "ls"),
-        "lower-loss": lower_loss("paper", "ls", "mhsa"),
+        "divergence": DIVERGES,
+        "lower-loss": Comparison("paper", LOSS, "ls", "mhsa"),
         "gap-closes": gap_closes("ours: at a smaller size, it was falling", "ls", "mhsa"),
-        "global-head": lower_loss("paper: 15 to 20% of perplexity, 0.14 to 0.18 nats", "ls", "local-only", gate=gate),
+        "global-head": Comparison(
+            "paper: 15 to 20% of perplexity, 0.14 to 0.18 nats", LOSS, "ls", "local-only", gate=gate
+        ),
         "from-positions": Comparison("ours", CONTENT_PART, "mhsa", "mhsa", second_metric=POSITION_PART),
-        "sparse": Bounds("paper", (Limit("mhsa", FAR_ENTROPY, below=0.5),), gate=gate),
+        "sparse": below_half("mhsa", FAR_ENTROPY, gate),
     }
     recipe = "paper-v1"
     fields = {
@@ -401,32 +290,27 @@ texts); and where heads look (4 texts). Nothing is said about global heads in te
         **ON_A_CORE,
     }
     num_seeds = 2
+    fewer_seeds = {"local-only": 1}
     hours = 20.0
     contexts = (16, 64, 256, 512, 2048)
     num_blocks, num_targets, window = 8, 16_384, 50
     arms = {name: SHIPPED[name] for name in ("mhsa", "ls", "local-only")}
 
-    def seeds_of(self, arm: str) -> int:
-        """One for `local-only`."""
-        return 1 if arm == "local-only" else self.num_seeds
-
 
 def _growth(run: dict) -> float:
     """The largest logit of the last tenth of the steps over that of the second tenth, in doublings."""
-    curve = run["curves"]["max_logit"]
-    tenth = max(1, len(curve) // 10)
-    early, late = (max(number(value) for _, value in part) for part in (curve[tenth : 2 * tenth], curve[-tenth:]))
-    return math.log2(late / early)
+    logits = [value for _, value in run["curves"]["max_logit"]]
+    tenth = max(1, len(logits) // 10)
+    return math.log2(np.max(logits[-tenth:]) / np.max(logits[tenth : 2 * tenth]))
 
 
-def _training_loss(run: dict, step: int) -> float:
-    """The training loss around a step: the point of the curve that is nearest to it."""
-    return number(min(run["curves"]["loss"], key=lambda point: abs(point[0] - step))[1])
+def _fall(run: dict) -> float:
+    """The training loss around step 5,000 less that around step 20,000, the points that are nearest to them."""
+    near = [min(run["curves"]["loss"], key=lambda point: abs(point[0] - step)) for step in (5000, 20_000)]
+    return near[0][1] - near[1][1]
 
 
-class LongTraining(TrainingStudy):
-    """20,000 steps with learned positions and the paper's schedule."""
-
+class LongTraining(LongRuns):
     name = "long-training"
     title = "Long training"
     question = """\
@@ -449,14 +333,11 @@ examined after the runs."""
         "no-growth": Comparison(
             "paper", Metric("the growth of the largest logit, in doublings,", _growth, 2), "ls", "mhsa"
         ),
-        "divergence": diverges("mhsa", "ls"),
-        "lower-loss": lower_loss("paper", "ls", "mhsa"),
+        "divergence": DIVERGES,
+        "lower-loss": Comparison("paper", LOSS, "ls", "mhsa"),
         "gap-closes": Comparison(
             "ours, after the runs",
-            Metric(
-                "the fall of the training loss from step 5,000 to step 20,000",
-                lambda run: _training_loss(run, 5000) - _training_loss(run, 20_000),
-            ),
+            Metric("the fall of the training loss from step 5,000 to step 20,000", _fall),
             "ls",
             "mhsa",
         ),
@@ -465,7 +346,3 @@ examined after the runs."""
     num_seeds = 2
     hours = 2.2
     arms = {name: SHIPPED[name] for name in ("mhsa", "ls")}
-
-    def report(self, runs: Runs, folder: Path) -> str:
-        """Final figures, loss, its gap and logits over the steps."""
-        return over_steps(runs, folder)

@@ -5,15 +5,17 @@ import math
 import shutil
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, Trainer
+from torch.utils.data import IterableDataset
+from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments, default_data_collator
 
 from lsgpt.configuration import load_recipe
+from lsgpt.training import LSGPTTrainer, StopOnBadLossCallback
 from lsgpt.training.arguments import Arguments, parse_arguments
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import ALGORITHMS, first_blocks
@@ -24,8 +26,7 @@ from lsgpt.training.train import build_trainer, largest, load_texts, make_tokeni
 from lsgpt.utilities import table
 from lsgpt.utilities.plots import average_in_bins
 
-from .comparisons import LOSS, Claim, Metric, Runs, format_values, title_of
-from .plots import plot
+from .comparisons import LOSS, Claim, Metric, Runs, format_values
 
 
 NUM_POINTS = 60
@@ -50,12 +51,11 @@ SEED_OF_EVALUATION = 2**31
 
 class Study(ABC):
     """
-    Base class of experiments. `run` is called once for each arm and seed, each time in a separate process. Everything
+    Base class of experiments. `run` is called for each arm and seed, each time in a process of its own. Everything
     else works with the values that it returned, so a report can be rewritten without running anything again.
     """
 
     name: str
-    """Name on the command line."""
     title: str
     question: str
     protocol: str
@@ -66,40 +66,27 @@ class Study(ABC):
     """The claims as data, which are judged and worded by `lsgpt.studies.comparisons`."""
     changes = ""
     """What was changed after results existed, for the report."""
-    earlier_criteria: tuple[str, ...] = ()
-    """Digests of criteria that were in force when committed runs were made, and that `changes` tells about."""
     num_seeds = 3
+    fewer_seeds: Mapping[str, int] = {}
+    """The number of seeds of arms that have fewer than the others."""
     first_seed = 42
     hours: float
     """Total time of all runs on two CPU cores."""
     recipe: str | None = None
     """Shipped recipe that the runs are based on, or `None` if the study uses no recipe."""
+    work = "work"
+    """Where runs keep their files, inside the output folder."""
 
-    def seeds_of(self, arm: str) -> int:
-        """The number of seeds of an arm, unless the command line says it."""
-        return self.num_seeds
-
-    def check(self, arm: str, fields: Sequence[str]):
-        """Checks that an arm can be run; called for each of them before the first run."""
-        return
-
-    def prepare(self, folder: Path, fields: Sequence[str]):
-        """Creates in `folder` what all runs share."""
+    def prepare(self, folder: Path, arms: Sequence[str], fields: Sequence[str]):
+        """Checks that the arms can be run, and creates in `folder` what all runs share."""
         return
 
     @abstractmethod
     def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """
-        Performs one run.
-
-        Args:
-            arm: One of `arms`.
-            seed: Random seed.
-            folder: The folder given to `prepare`. A run may also store there what it needs to resume.
-            fields: Command-line fields that replace those of the recipe, if there is one.
-
-        Returns:
-            Values that JSON can represent, limited to what the report needs.
+        Performs one run of an arm, and returns what the report needs, as values for JSON. The run may store in
+        `folder`, which `prepare` was given, what it needs to resume. `fields` are command-line fields that replace
+        those of the recipe, if there is one.
         """
 
     def digest(self) -> str:
@@ -109,7 +96,7 @@ class Study(ABC):
 
     def describe(self) -> str:
         """Describes the study for the command line."""
-        claims = "\n".join(f"- {title_of(item)} ({item.source})" for item in self.comparisons.values())
+        claims = "\n".join(f"- {item.title} ({item.source})" for item in self.comparisons.values())
         size = f"{len(self.arms)} arms, {self.num_seeds} seeds, about {self.hours:g} hours of two CPU cores"
         return f"{self.title}\n\n{self.question}\n\nClaims:\n{claims}\n\n{size}\n\nArms: {', '.join(self.arms)}"
 
@@ -128,15 +115,16 @@ class TrainingStudy(Study):
     fields: Mapping[str, Any] = {}
     """Fields that replace those of the recipe in all arms."""
 
-    def prepare(self, folder: Path, fields: Sequence[str]):
-        """Trains the tokenizer, once for all runs that keep the algorithm and the vocabulary size of the base."""
+    def prepare(self, folder: Path, arms: Sequence[str], fields: Sequence[str]):
+        """
+        Trains the tokenizer, once for all runs that keep the algorithm and the vocabulary size of the base. Raises
+        `ValueError` or `ImportError` if an arm's recipe is invalid, or needs a package that is missing.
+        """
         base = self.base(fields)
+        for arm in arms:
+            join_arm(base.recipe, arm, self.arms[arm])
         if _trained_tokenizer(base) and not (folder / "tokenizer").exists():
             make_tokenizer(base.data, base.build_config(), load_texts(base.data)).save_pretrained(folder / "tokenizer")
-
-    def check(self, arm: str, fields: Sequence[str]):
-        """Raises `ValueError` or `ImportError` if the arm's recipe is invalid, or needs a package that is missing."""
-        join_arm(self.base(fields).recipe, arm, self.arms[arm])
 
     def base(self, fields: Sequence[str]) -> Arguments:
         """The recipe of all arms, with the command-line fields applied."""
@@ -160,16 +148,12 @@ class TrainingStudy(Study):
                 raise SystemExit("interrupted; the checkpoint is saved")
         return collect(run_folder) | self.measure(run_folder)
 
-    def change(self, trainer: Trainer, arm: str):
+    def change(self, trainer: LSGPTTrainer, arm: str):
         """Makes changes to the trainer of a run that a recipe cannot express."""
 
     def measure(self, folder: Path) -> dict:
         """Further measurements of the trained model in the run's `folder`, added to those of `collect`."""
         return {}
-
-    def report(self, runs: Runs, folder: Path) -> str:
-        """The final figures."""
-        return tabulate(runs, FINAL, diverged=True)
 
 
 def join_arm(base: dict, name: str, fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Arguments:
@@ -192,8 +176,7 @@ def _trained_tokenizer(arguments: Arguments) -> tuple[str, int] | None:
 def find_checkpoint_or_delete_run(run_folder: Path) -> Path | None:
     """Returns the checkpoint from which the run in a folder can resume; if there is none, deletes the folder."""
     try:
-        checkpoint = find_checkpoint(run_folder)
-        check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint := find_checkpoint(run_folder))
     except ValueError as error:
         if run_folder.exists():
             print(f"Starting the run in {run_folder} anew: {error}", flush=True)
@@ -208,7 +191,54 @@ def validation_blocks(folder: Path, count: int | None, block_size: int) -> torch
     return first_blocks(load_texts(data)["validation"], AutoTokenizer.from_pretrained(folder), block_size, count)
 
 
-# Values of runs
+class Stream(IterableDataset):
+    """An endless stream of rows, the same in every pass; for a single data loading process."""
+
+    def __init__(self, make_row: Callable[[np.random.Generator], dict[str, np.ndarray]], seed: int):
+        self.make_row, self.seed = make_row, seed
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        generator = np.random.default_rng(self.seed)
+        while True:
+            yield self.make_row(generator)
+
+
+def train_small(
+    model: PreTrainedModel,
+    data: Stream,
+    seed: int,
+    folder: Path,
+    options: Mapping[str, Any],
+    callbacks: Sequence[TrainerCallback] = (),
+    trainer_class: type = LSGPTTrainer,
+) -> bool:
+    """
+    Trains a new model in place, with the optimizer and schedule of the recipe `micro` and without checkpoints, and
+    puts it into evaluation mode. `options` are fields of `TrainingArguments`; `folder` is for `callbacks`, and for
+    what is written when the loss becomes NaN or infinite. Returns whether it did.
+    """
+    fields = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "bf16": torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    guard = StopOnBadLossCallback()
+    trainer = trainer_class(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), seed=seed, **{**fields, **options}),
+        train_dataset=data,
+        data_collator=default_data_collator,
+        callbacks=[guard, *callbacks],
+    )
+    trainer.train()
+    model.eval()
+    return guard.bad_step is not None
 
 
 def collect(folder: Path) -> dict:
@@ -220,7 +250,7 @@ def collect(folder: Path) -> dict:
     result, logs = RunResult.read(folder), read_metrics(folder / "metrics.jsonl")
     losses = points_of(logs, "loss")
     curves = {"loss": thin(losses, statistics.fmean)}
-    for key in sorted({key for log in logs for key in log if key.startswith("max_logit")}):
+    for key in sorted({"max_logit", *(key for log in logs for key in log if key.startswith("max_logit"))}):
         curves[key] = thin(points_of(logs, key), largest)
     first_loss = losses[0][1] if losses else math.nan
     kept = ("status", "step", "eval_loss", "eval_bits_per_byte", "max_logit", "parameters", "train_seconds")
@@ -234,9 +264,9 @@ def collect(folder: Path) -> dict:
     }
 
 
-def thin(points: Sequence[tuple[float, float]], summarize, num_points: int = NUM_POINTS) -> list[tuple[float, float]]:
-    """Reduces a curve to at most `num_points` points, each with the last step and the summary of a part of it."""
-    size = math.ceil(len(points) / num_points) if points else 1
+def thin(points: Sequence[tuple[float, float]], summarize: Callable) -> list[tuple[float, float]]:
+    """Reduces a curve to at most `NUM_POINTS` points, each with the last step and the summary of a part of it."""
+    size = math.ceil(len(points) / NUM_POINTS) or 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(part[-1][0], float(f"{summarize([value for _, value in part]):.5g}")) for part in parts]
 
@@ -253,19 +283,6 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
     limits = (before.mean(1) + deviations * before.std(1)).filled(np.inf)
     return float((~np.isfinite(later) | (later > limits)).mean())
 
-
-def number(value: float | None) -> float:
-    """Converts a loss or logit read from JSON: null, which stands for NaN and infinity, becomes infinity."""
-    return math.inf if value is None else value
-
-
-def mean(values: Iterable[float]) -> float:
-    """The mean of the finite values; NaN if there are none."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.fmean(finite) if finite else math.nan
-
-
-# Reports
 
 FINAL = {
     "final validation loss (nats per token)": LOSS,
@@ -286,24 +303,3 @@ def tabulate(runs: Runs, columns: Mapping[str, Metric], first: str = "arm", dive
         for arm, of_arm in runs.items()
     ]
     return table(rows, [first, *columns, *(["diverged"] if diverged else [])])
-
-
-def picture(
-    file: Path,
-    title: str,
-    runs: Mapping[str, Sequence[Any]],
-    curve: Callable[[Any], Iterable[Sequence]],
-    xlabel: str,
-    ylabel: str,
-    **options: bool,
-) -> str:
-    """Plots a curve of every run, its points `(x, y)`, and returns the Markdown that shows the plot."""
-    plot(
-        file, {arm: [points(curve(run)) for run in of_arm] for arm, of_arm in runs.items()}, xlabel, ylabel, **options
-    )
-    return f"![{title}]({file.name})"
-
-
-def points(curve: Iterable[Sequence]) -> list[tuple[float, float]]:
-    """Converts a curve to the form that `plot` takes, with NaN for missing values."""
-    return [(x, math.nan if y is None else y) for x, y in curve]

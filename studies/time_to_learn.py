@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,37 +10,32 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, set_seed
 
-from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
-from lsgpt.training import LogitTelemetryCallback
 from lsgpt.utilities import table
 
 from .comparisons import Best, Bounds, Limit, Metric, Runs, Sooner, format_steps
-from .streams import Stream, train_small
-from .study import NUM_POINTS, SEED_OF_EVALUATION, Study, picture
+from .plots import of_runs, plot
+from .study import SEED_OF_EVALUATION, Stream, Study, train_small
 
-
-MIN_SIZE = 4
-"""Length of the shortest string to copy, and smallest number of keys in a row of `recall`."""
 
 COUNTS = (0, 1, 2, 3, 6)
 RATES = (1e-3, 2e-3, 4e-3)
-CAP = 6000
-GOAL = 0.95
-EVERY = 50
+CAP, GOAL, EVERY = 6000, 0.95, 50
+MIN_SIZE = 4
+"""Length of the shortest string to copy, and smallest number of keys in a row of `recall`."""
 
 STEPS = Metric("the number of steps", "steps", 0)
 
 
 class Row(NamedTuple):
-    """A sequence of a task."""
+    """A sequence of a task, in arrays `(n,)`."""
 
     input_ids: np.ndarray
-    """`(n,)`."""
     labels: np.ndarray
-    """`(n,)`: answers, and -100 elsewhere. As usual in causal models, answers are predicted from the token before."""
+    """Answers, and -100 elsewhere. As usual in causal models, answers are predicted from the token before."""
     distances: np.ndarray
-    """`(n,)`: for each answer, the number of tokens since the place where it was last given, and 0 elsewhere."""
+    """For each answer, the number of tokens since the place where it was last given, and 0 elsewhere."""
 
 
 def make_recall(generator: np.random.Generator, length: int, vocab_size: int) -> Row:
@@ -66,7 +62,7 @@ def make_copy(generator: np.random.Generator, length: int, vocab_size: int) -> R
     return Row(ids, np.where(is_answer, ids, -100), np.where(is_answer, size, 0))
 
 
-TASKS: dict[str, Callable[[np.random.Generator, int, int], Row]] = {"recall": make_recall, "copy": make_copy}
+TASKS: dict[str, Callable[..., Row]] = {"recall": make_recall, "copy": make_copy}
 
 
 @torch.no_grad()
@@ -90,9 +86,8 @@ class StopAtGoal(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % EVERY:
             return
-        was_training = model.training
         is_right, distances = answer(model.eval(), self.rows)
-        model.train(was_training)
+        model.train()
         self.curve.append((state.global_step, round(float(is_right[distances > self.far].mean()), 4)))
         if self.curve[-1][1] >= GOAL:
             self.steps = state.global_step
@@ -104,24 +99,17 @@ def arm_of(task: str, count: int, rate: float) -> str:
     return f"{task}-{count}-lr{rate:g}"
 
 
-def score(steps: Sequence[float]) -> tuple[float, float]:
-    """Rates are chosen by the smallest median; where medians are equal, by the smallest mean up to the cap."""
-    capped = [min(value, 2 * CAP) for value in steps]
-    return statistics.median(capped), statistics.fmean(capped)
-
-
 def tuned(task: str, count: int) -> Best:
-    """A number of global heads at its best rate."""
-    return Best(f"{task}-{count}", tuple(arm_of(task, count, rate) for rate in RATES), STEPS, score)
+    """A number of global heads at the rate with the smallest median or, of equal ones, with the smallest mean."""
 
+    def score(steps: Sequence[float]) -> tuple[float, float]:
+        capped = [min(value, 2 * CAP) for value in steps]
+        return statistics.median(capped), statistics.fmean(capped)
 
-def _sooner(task: str, first: int, second: int, claim: str, source: str) -> Sooner:
-    return Sooner(source, STEPS, tuned(task, first), tuned(task, second), CAP, f"{claim} ({task})")
+    return Best(f"{task}-{count}", tuple(arm_of(task, count, rate) for rate in RATES), score=score)
 
 
 class TimeToLearn(Study):
-    """The steps that models with none to all of the heads global need, at the same rates."""
-
     name = "time-to-learn"
     title = "Time to learn recall and copying"
     question = """\
@@ -149,12 +137,14 @@ and the rate."""
             f"no-head-{task}": Bounds(
                 "a check of the test itself",
                 tuple(Limit(arm_of(task, 0, rate), STEPS, above=CAP) for rate in RATES),
-                f"without a global head, the far past is never learnt ({task})",
+                claim=f"without a global head, the far past is never learnt ({task})",
             )
             for task in TASKS
         },
         **{
-            f"{key}-{task}": _sooner(task, first, second, claim, source)
+            f"{key}-{task}": Sooner(
+                source, STEPS, tuned(task, first), tuned(task, second), CAP, claim=f"{claim} ({task})"
+            )
             for key, first, second, claim, source in (
                 ("one-all", 1, 6, "with one global head, a task is learnt sooner than with all heads global", "paper"),
                 ("half-all", 3, 6, "with half of the heads global, a task is learnt sooner than with all", "ours"),
@@ -186,10 +176,8 @@ and the rate."""
     def run(self, arm: str, seed: int, folder: Path, fields: Sequence[str]) -> dict:
         """Trains a model until it reaches the goal."""
         task, count, rate = self.arms[arm]
-        config: LSGPTConfig = load_preset("demo", **self.model, num_global_heads=count)
-
-        def make(generator: np.random.Generator) -> Row:
-            return TASKS[task](generator, config.max_position_embeddings, config.vocab_size)
+        config = load_preset("demo", **self.model, num_global_heads=count)
+        make = partial(TASKS[task], length=config.max_position_embeddings, vocab_size=config.vocab_size)
 
         def make_row(generator: np.random.Generator) -> dict[str, np.ndarray]:
             return {"input_ids": (row := make(generator)).input_ids, "labels": row.labels}
@@ -197,16 +185,13 @@ and the rate."""
         generator = np.random.default_rng(SEED_OF_EVALUATION)
         rows = [make(generator) for _ in range(self.eval_rows)]
         goal = StopAtGoal(rows, 1 + config.num_hidden_layers * (config.sliding_window - 1))
-        telemetry = LogitTelemetryCallback(max(1, self.options["max_steps"] // NUM_POINTS))
         set_seed(seed)
         model, run_folder = LSGPTForCausalLM(config), folder / arm / f"seed-{seed}"
         options = {**self.options, "learning_rate": rate}
-        figures = train_small(model, Stream(make_row, seed), seed, run_folder, options, [telemetry, goal])
-        return {"steps": goal.steps, "far_accuracy": goal.curve, **figures}
+        diverged = train_small(model, Stream(make_row, seed), seed, run_folder, options, [goal])
+        return {"steps": goal.steps, "far_accuracy": goal.curve, "diverged": diverged}
 
     def report(self, runs: Runs, folder: Path) -> str:
-        """The median number of steps at every rate, and plots of the accuracy over the steps."""
-
         def cell(arm: str) -> str:
             steps = [STEPS.of(run) for run in runs.get(arm, ())]
             learned = sum(value <= CAP for value in steps)
@@ -218,10 +203,9 @@ and the rate."""
             rows = [[str(count), *(cell(arm_of(task, count, rate)) for rate in RATES)] for count in COUNTS]
             head = ["global heads, median steps", *(f"rate {rate:g}" for rate in RATES)]
             complete = [tuned(task, n) for n in COUNTS if all(arm_of(task, n, rate) in runs for rate in RATES)]
-            best = {arm: runs[arm] for arm in (side.choose(runs) for side in complete)}
-            sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}")
-            if best:
-                title, file = f"Accuracy of {task} at the best rates", folder / f"{task}.png"
-                accuracy = ("optimizer step", "accuracy of far answers")
-                sections.append(picture(file, title, best, lambda run: run["far_accuracy"], *accuracy))
+            best = {arm: runs[arm] for arm in (side.choose(STEPS, runs) for side in complete)}
+            curves = of_runs(best, lambda run: run["far_accuracy"])
+            accuracy = f"accuracy of far answers ({task}, best rates)"
+            shown = plot(folder / f"{task}.png", curves, "optimizer step", accuracy)
+            sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}\n\n{shown}")
         return "\n\n".join(sections)

@@ -38,12 +38,13 @@ def has_curves(path):
     return (pixels.max(-1) - pixels.min(-1) > 0.2).mean() > 1e-4
 
 
-def run_here(commands, num_processes=1):
+def run_here(commands, logs, num_processes=1):
     """In place of `run_commands`: performs runs in this process, which has imported everything already."""
-    for index, (arguments, log) in enumerate(commands):
+    for index, (arguments, log) in enumerate(zip(commands, logs)):
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             try:
-                one_run.main(*map(str, arguments[3:]))
+                one_run.main(*arguments[3:])
             finally:
                 torch.set_flush_denormal(False)
         yield index, 0

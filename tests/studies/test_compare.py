@@ -16,7 +16,7 @@ from study_reports import run_here
 from lsgpt.configuration import load_arms
 from lsgpt.studies import RecipeArms, compare, read_lines, write_report
 from lsgpt.studies.compare import resolve_arm
-from lsgpt.studies.processes import Command, run_commands
+from lsgpt.studies.runner import run_commands
 from lsgpt.studies.study import collect, find_checkpoint_or_delete_run
 from lsgpt.training import RunResult, parse_arguments
 from lsgpt.training.results import finite
@@ -181,9 +181,10 @@ def test_table_over_uneven_runs(tmp_path):
 
 def test_a_run_that_fails_ends_the_others(tmp_path):
     scripts = ["raise SystemExit(3)", "import time; time.sleep(600)"]
-    commands = [Command([sys.executable, "-c", script], tmp_path / f"{i}.log") for i, script in enumerate(scripts)]
+    commands = [[sys.executable, "-c", script] for script in scripts]
+    logs = [tmp_path / f"{i}.log" for i in range(2)]
     start = time.monotonic()
-    with pytest.raises(ChildProcessError), closing(run_commands(commands, 2)) as ended:
+    with pytest.raises(ChildProcessError), closing(run_commands(commands, logs, 2)) as ended:
         index, status = next(ended)
         assert (index, status) == (0, 3)
         raise ChildProcessError
