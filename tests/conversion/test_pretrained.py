@@ -442,13 +442,14 @@ def test_gguf(config_class, values, tmp_path, capsys):
     tokenizer = make_tokenizer()
     source = make_source(config_class, vocab_size=len(tokenizer), **values)
     origin = {"general__license": "apache-2.0", "general__base_model__0__repo_url": "https://huggingface.co/some/tiny"}
-    write_gguf(tmp_path / "tiny.gguf", source, tokenizer, **origin)
+    write_gguf(tmp_path / "tiny.gguf", source, tokenizer, tokenizer__ggml__padding_token_id=3, **origin)
     assert lsgpt_cli.main(["convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.float32
     assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
     assert model.config.tie_word_embeddings == source.config.tie_word_embeddings
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.bos_token_id == tokenizer.bos_token_id and model.config.pad_token_id == 3
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "to be  12 question<|endoftext|>or not"
     assert loaded.decode(loaded(text)["input_ids"]) == text
