@@ -1,18 +1,17 @@
 """Methods that shrink the key/value cache of a pretrained model, side by side: conversions to LSGPT, and kvpress.
 
-`python -m lsgpt.benchmarks.cache_methods SOURCE --checkpoints CONVERTED ... --text TEXT`. kvpress 0.5.5 wants older
-versions of Transformers and pandas, so it needs an environment of its own: a copy of this project's, with
-`pip install --no-deps kvpress==0.5.5 cachetools fire`. Without kvpress, only the checkpoints are measured.
+`python -m lsgpt.benchmarks.cache_methods SOURCE --calibrate TEXT --text OTHER`. kvpress 0.5.5 wants older versions of
+Transformers and pandas, so it needs an environment of its own: a copy of this project's, with `pip install
+--no-deps kvpress==0.5.5 cachetools fire requests termcolor`. Without kvpress, its methods are left out.
 
 Every method reads a passage in one forward pass, and keeps what it keeps. Then it is asked the questions of the
-passage (`lsgpt.conversion.retrieval`), and predicts text that follows it. What is compared is not equal in all
-respects: the presses of kvpress compute the whole attention of the passage, keep everything that comes after it, and
-those that drop other tokens in each head only mask them.
+passage (`lsgpt.conversion.retrieval`), and predicts text that follows it. All may keep as many bytes of a passage as
+LSGPT does. What is compared is not equal in all respects: the presses of kvpress compute the whole attention of the
+passage, keep everything that comes after it, and those that drop other tokens in each head only mask them.
 """
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import time
@@ -25,9 +24,11 @@ from matplotlib.figure import Figure
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from lsgpt.conversion import Passage, cache_bytes, make_passages
+from lsgpt.conversion import Passage, cache_bytes, calibrate, convert_pretrained, make_passages, with_global_heads
+from lsgpt.conversion.calibration import budget_heads
 from lsgpt.conversion.pretrained import load_tokenizer
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import BASELINE, LOCAL
 
 from .quality import interval, load, read_text
 from .record import OUTPUT, begin_result, write_result
@@ -38,6 +39,7 @@ FOLLOWING = 128
 
 PROPERTIES = {
     "LSGPT": ("yes", "yes", "Transformers; vLLM with sinks that every query sees", "none, or healing"),
+    "whole": ("yes", "yes", "as LSGPT", "none"),
     "StreamingLLM": ("yes", "no", "no", "none"),
     "SnapKV": ("yes", "no", "no", "none"),
     "ExpectedAttention": ("yes", "no", "no", "none"),
@@ -52,13 +54,13 @@ training.
 """
 
 
-def make_presses(shares: list[float], heads: list[list[int]] | None, window: int) -> dict[tuple[str, float], Callable]:
+def make_presses(share: float, heads: list[list[int]], window: int) -> dict[str, Callable]:
     """
-    Makes the presses of kvpress, by method and share of the cache that they keep of a passage; none without kvpress.
+    Makes the presses of kvpress, by the name of their method; none without kvpress.
 
     Args:
-        shares: Shares of the cache.
-        heads: The global key/value heads of each layer, for DuoAttention; `None` leaves it out.
+        share: The share of a passage's cache that they keep.
+        heads: The global key/value heads of each layer, for DuoAttention.
         window: How many tokens its other heads keep, besides the first four.
     """
     try:
@@ -75,18 +77,25 @@ def make_presses(shares: list[float], heads: list[list[int]] | None, window: int
             self.sink_size, self.recent_size = 4, window
             self.streaming_mask = torch.tensor(local)
 
-    makers = {
-        "StreamingLLM": lambda dropped: kvpress.StreamingLLMPress(dropped),
-        "SnapKV": lambda dropped: kvpress.SnapKVPress(dropped),
-        "ExpectedAttention": lambda dropped: kvpress.ExpectedAttentionPress(dropped),
-        "AdaKV": lambda dropped: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(dropped)),
-        "KeyDiff": lambda dropped: kvpress.KeyDiffPress(dropped),
-        "TOVA": lambda dropped: kvpress.TOVAPress(dropped),
+    return {
+        "StreamingLLM": kvpress.StreamingLLMPress(1 - share),
+        "SnapKV": kvpress.SnapKVPress(1 - share),
+        "ExpectedAttention": kvpress.ExpectedAttentionPress(1 - share),
+        "AdaKV": kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(1 - share)),
+        "KeyDiff": kvpress.KeyDiffPress(1 - share),
+        "TOVA": kvpress.TOVAPress(1 - share),
+        "DuoAttention": OurHeads(head_compression_ratio=1.0),
     }
-    presses = {(name, share): make(1 - share) for name, make in makers.items() for share in shares}
-    if heads is not None:
-        presses["DuoAttention", float("nan")] = OurHeads(head_compression_ratio=1.0)
-    return presses
+
+
+def whole_layers(scores: torch.Tensor, count: int) -> list[list[int]]:
+    """
+    The choice with whole layers instead of heads: the layers of the highest `scores` (`(L, H_kv)`), see
+    `HeadChanges.scores`, with `count` key/value heads or a few less.
+    """
+    num_heads = scores.shape[1]
+    chosen = scores.sum(1).topk(count // num_heads).indices.tolist()
+    return [list(range(num_heads)) if layer in chosen else [] for layer in range(len(scores))]
 
 
 @contextmanager
@@ -114,16 +123,13 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
     with with_cache_positions(model) if press is not None else nullcontext():
         with press(model) if press is not None else nullcontext():
             model(input_ids=passage.ids[None], past_key_values=cache, logits_to_keep=1)
-        seconds, kept = time.perf_counter() - start, None
+        seconds = time.perf_counter() - start
 
         def read_on(ids: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
             again = copy.deepcopy(cache)
             begin = len(passage.ids)
             positions = torch.arange(begin, begin + len(ids))[None]
-            logits = model(input_ids=ids[None], position_ids=positions, past_key_values=again).logits[0]
-            kept = cache_bytes(again)
-            return logits
+            return model(input_ids=ids[None], position_ids=positions, past_key_values=again).logits[0]
 
         right = {}
         for question in passage.questions:
@@ -131,7 +137,7 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
             predicted = read_on(question.ids).argmax(-1)[end - count - 1 : end - 1]
             right[question.kind] = (predicted == question.ids[end - count :]).tolist()
         loss = F.cross_entropy(read_on(following)[:-1], following[1:], reduction="mean").item()
-    return {"right": right, "loss": loss, "seconds": seconds, "bytes": kept}
+    return {"right": right, "loss": loss, "seconds": seconds, "bytes": cache_bytes(cache)}
 
 
 def summarize(items: list[dict], source: list[dict]) -> dict:
@@ -152,66 +158,65 @@ def summarize(items: list[dict], source: list[dict]) -> dict:
     }
 
 
-def plot(path: Path, rows: list[dict]):
-    """Draws perplexity and retrieval over the share of the cache, one line for each method."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, key, label in zip(
-        figure.subplots(1, 2), ("perplexity_ratio", "exact"), ("perplexity / source's", "numbers found")
-    ):
-        for name in dict.fromkeys(row["method"] for row in rows):
-            points = sorted((row["share"], row[key]) for row in rows if row["method"] == name)
-            axes.plot(*zip(*points), marker="*" if name.startswith("LSGPT") else "o", label=name)
-        axes.set_xlabel("share of the source's cache")
-        axes.set_ylabel(label)
-    axes.legend(fontsize="small")
+def draw(path: Path, rows: list[dict]):
+    """Draws retrieval over perplexity, a labelled point for each method."""
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        x, y = row["perplexity_ratio"], row["exact"]
+        color = LOCAL if row["method"].startswith("LSGPT") else BASELINE
+        axes.errorbar(x, y, [[y - row["interval"][0]], [row["interval"][1] - y]], fmt="o", color=color)
+        axes.annotate(row["method"], (x, y), (5, 5), textcoords="offset points", color=color, fontsize=8)
+    axes.set_xlabel("perplexity of the text that follows, relative to the source")
+    axes.set_ylabel("numbers found")
+    axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str] | None = None):
-    """Measures all methods on the same passages, one passage after the other, and writes a table and a plot."""
+    """Measures all methods on the same passages, one passage after the other, and writes a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Llama: its folder, name on the Hub, or GGUF file")
-    parser.add_argument("--checkpoints", nargs="*", default=[], help="converted from it")
-    parser.add_argument("--text", required=True, help="as for `lsgpt bench quality`")
-    parser.add_argument("--length", type=int, default=2048, help="tokens in a passage; default: %(default)s")
+    parser.add_argument("--calibrate", required=True, help="text to choose heads on, as for `lsgpt convert`")
+    parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")
+    parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
+    parser.add_argument("--length", type=int, default=4096, help="tokens in a passage; default: %(default)s")
     parser.add_argument("--passages", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--shares", type=float, nargs="*", default=[0.1, 0.2, 0.35, 0.5], help="default: %(default)s")
-    parser.add_argument(
-        "--heads", type=Path, help="JSON file with the global key/value heads of each layer, for DuoAttention"
-    )
-    parser.add_argument("--window", type=int, default=910, help="window of DuoAttention; default: %(default)s")
+    parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
+    parser.add_argument("--max-blocks", type=int, default=4, help="as for `lsgpt convert`; default: %(default)s")
     parser.add_argument("--output", type=Path, default=OUTPUT / "cache_methods.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
     result = begin_result("cache_methods", *(arguments or []))
-    tokenizer = load_tokenizer(options.source)
-    text = read_text(options.text, tokenizer, 204_800)
-    passages = make_passages(tokenizer, text[:-FOLLOWING], options.length, options.passages, 512, seed=3)
-    heads = json.loads(options.heads.read_text()) if options.heads else None
-    source = load(options.source)
-    methods: dict[tuple[str, float], tuple] = {("source", 1.0): (source, None)}
-    for name in options.checkpoints:
-        methods[f"LSGPT {Path(name).name}", math.nan] = (load(name), None)
-    presses = make_presses(options.shares, heads, options.window)
-    methods |= {key: (source, press) for key, press in presses.items()}
-    items: dict[tuple[str, float], list[dict]] = {key: [] for key in methods}
+    tokenizer, source = load_tokenizer(options.source), load(options.source)
+    whole = convert_pretrained(source)
+    count, window = budget_heads(whole.config, options.cache_share)
+    choice = calibrate(whole, tokenizer, options.calibrate, count, window, max_blocks=options.max_blocks)
+    layers, sinks = whole_layers(choice.changes.scores, count), choice.changes.sinks
+    converted = with_global_heads(whole, choice.global_kv_heads, window, sinks)
+    share = converted.config.kv_cache_bytes(options.length) / whole.config.kv_cache_bytes(options.length)
+
+    methods: dict[str, tuple] = {"source": (source, None), "LSGPT": (converted, None)}
+    methods |= {f"LSGPT {Path(name).name}": (load(name), None) for name in options.checkpoints}
+    methods["whole layers"] = with_global_heads(whole, layers, window, sinks), None
+    presses = make_presses(share, choice.global_kv_heads, window)
+    methods |= {name: (source, press) for name, press in presses.items()}
+    text = read_text(options.text, tokenizer, options.length * options.passages + FOLLOWING)
+    passages = make_passages(tokenizer, text[:-FOLLOWING], options.length, options.passages, window, seed=3)
+    items: dict[str, list[dict]] = {name: [] for name in methods}
     for number, passage in enumerate(passages):
         following = text[passage.end : passage.end + FOLLOWING]
-        for key, (model, press) in methods.items():
-            items[key].append(measure(model, passage, following, press))
-        rows = []
-        for (name, share), found in items.items():
-            row = {"method": name, **summarize(found, items["source", 1.0])}
-            rows.append({**row, "share": row["cache_ratio"] if math.isnan(share) else share})
-        write_result(options.output, {**result, "length": options.length, "rows": rows, "items": list(items.values())})
+        for name, (model, press) in methods.items():
+            items[name].append(measure(model, passage, following, press))
+        rows = [{"method": name, **summarize(found, items["source"])} for name, found in items.items()]
+        write_result(options.output, {**result, "length": options.length, "rows": rows, "items": items})
         print(f"{number + 1} of {len(passages)} passages", flush=True)
-    plot(options.output.with_suffix(".png"), rows)
+    draw(options.output.with_suffix(".png"), rows)
     lines = []
     for row in rows:
-        facts = PROPERTIES.get(row["method"].split()[0], ("",) * 4)
-        figures = [f"{row[key]:.3f}" for key in ("share", "perplexity_ratio", "exact", "cache_ratio", "prefill_ratio")]
-        lines.append([row["method"], *figures, *facts])
-    header = ["method", "share kept", "perplexity ratio", "numbers found", "bytes ratio", "prefill ratio"]
+        figures = [f"{row[key]:.3f}" for key in ("perplexity_ratio", "exact", "cache_ratio", "prefill_ratio")]
+        lines.append([row["method"], *figures, *PROPERTIES.get(row["method"].split()[0], ("",) * 4)])
+    header = ["method", "perplexity ratio", "numbers found", "bytes ratio", "prefill ratio"]
     print(table(lines, [*header, "memory freed", "prefill cheaper", "served", "training"]))
 
 

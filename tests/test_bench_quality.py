@@ -8,7 +8,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lsgpt_cli
-from lsgpt.benchmarks import quality
+from lsgpt.benchmarks import cache_methods, quality
 from lsgpt.conversion import ask, convert_pretrained, make_passages
 from lsgpt.training.data import train_tokenizer
 
@@ -129,3 +129,23 @@ def test_intervals():
     """Of Wilson, as tables list them."""
     assert quality.interval(95, 100) == pytest.approx((0.888, 0.978), abs=1e-3)
     assert quality.interval(100, 100) == pytest.approx((0.963, 1.0), abs=1e-3)
+
+
+def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
+    """Without kvpress: the conversion, the same bytes as whole layers, and another checkpoint."""
+    monkeypatch.chdir(folder)
+    output = tmp_path / "methods.json"
+    sizes = "--length 1500 --passages 2 --cache-share 0.3 --max-blocks 1"
+    texts = ["--calibrate", "text.txt", "--text", "text.txt", "--checkpoints", "ls"]
+    cache_methods.main(["source", *texts, *sizes.split(), "--output", str(output)])
+    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
+    assert list(rows) == ["source", "LSGPT", "LSGPT ls", "whole layers"]
+    assert rows["source"]["perplexity_ratio"] == rows["source"]["cache_ratio"] == 1
+    assert rows["LSGPT"]["cache_ratio"] == pytest.approx((1500 + 3 * 546) / 6000, rel=0.01)
+    assert all(row["passages"] == 2 and row["perplexity_ratio"] > 0.9 for row in rows.values())
+    assert output.with_suffix(".png").is_file() and "whole layers" in capsys.readouterr().out
+
+
+def test_whole_layers_have_the_highest_scores():
+    scores = torch.tensor([[5.0, 0.0], [3.0, 3.0], [0.0, 0.0], [2.0, 2.0]])
+    assert cache_methods.whole_layers(scores, 5) == [[0, 1], [0, 1], [], []]
