@@ -125,19 +125,21 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
             model(input_ids=passage.ids[None], past_key_values=cache, logits_to_keep=1)
         seconds = time.perf_counter() - start
 
-        def read_on(ids: torch.Tensor) -> torch.Tensor:
+        def read_on(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
             again = copy.deepcopy(cache)
             begin = len(passage.ids)
             positions = torch.arange(begin, begin + len(ids))[None]
-            return model(input_ids=ids[None], position_ids=positions, past_key_values=again).logits[0]
+            logits = model(input_ids=ids[None], position_ids=positions, past_key_values=again).logits[0]
+            return logits, cache_bytes(again)
 
         right = {}
         for question in passage.questions:
             end, count = len(question.ids), question.answer_length
-            predicted = read_on(question.ids).argmax(-1)[end - count - 1 : end - 1]
+            predicted = read_on(question.ids)[0].argmax(-1)[end - count - 1 : end - 1]
             right[question.kind] = (predicted == question.ids[end - count :]).tolist()
-        loss = F.cross_entropy(read_on(following)[:-1], following[1:], reduction="mean").item()
-    return {"right": right, "loss": loss, "seconds": seconds, "bytes": cache_bytes(cache)}
+        loss = F.cross_entropy(read_on(following)[0][:-1], following[1:], reduction="mean").item()
+        _, kept = read_on(following[:1])  # Transformers keeps a passage until the first token after it
+    return {"right": right, "loss": loss, "seconds": seconds, "bytes": kept}
 
 
 def summarize(items: list[dict], source: list[dict]) -> dict:

@@ -141,7 +141,8 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["source", "LSGPT", "LSGPT ls", "whole layers"]
     assert rows["source"]["perplexity_ratio"] == rows["source"]["cache_ratio"] == 1
-    assert rows["LSGPT"]["cache_ratio"] == pytest.approx((1500 + 3 * 546) / 6000, rel=0.01)
+    tokens = rows["source"]["bytes"] / (2 * 4 * 8 * 4)  # keys and values of 4 heads in all, of width 8, in float32
+    assert rows["LSGPT"]["cache_ratio"] == pytest.approx((tokens + 3 * 546) / (4 * tokens), rel=0.01)
     assert all(row["passages"] == 2 and row["perplexity_ratio"] > 0.9 for row in rows.values())
     assert output.with_suffix(".png").is_file() and "whole layers" in capsys.readouterr().out
 
