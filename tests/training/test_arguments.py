@@ -243,7 +243,7 @@ def test_shipped_recipes(name, tiny_model, tmp_path):
     if name in ("finetune", "heal"):
         with pytest.raises(ValueError, match="`model_name_or_path` must be set if there is no `preset`"):
             parse_arguments(name, overrides)
-        tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "checkpoint")
+        tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path / "checkpoint")
         overrides += ["--model_name_or_path", str(tmp_path / "checkpoint")]
     arguments = parse_arguments(name, overrides)
     assert arguments.data.block_size <= arguments.build_config().max_position_embeddings
