@@ -14,13 +14,13 @@ import argparse
 import copy
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,7 +28,6 @@ from lsgpt.conversion import Passage, cache_bytes, calibrate, convert_pretrained
 from lsgpt.conversion.calibration import budget_heads
 from lsgpt.conversion.pretrained import load_tokenizer
 from lsgpt.utilities import table
-from lsgpt.utilities.plots import BASELINE, LOCAL
 
 from .quality import interval, load, read_text
 from .record import OUTPUT, begin_result, write_result
@@ -160,23 +159,8 @@ def summarize(items: list[dict], source: list[dict]) -> dict:
     }
 
 
-def draw(path: Path, rows: list[dict]):
-    """Draws retrieval over perplexity, a labelled point for each method."""
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        x, y = row["perplexity_ratio"], row["exact"]
-        color = LOCAL if row["method"].startswith("LSGPT") else BASELINE
-        axes.errorbar(x, y, [[y - row["interval"][0]], [row["interval"][1] - y]], fmt="o", color=color)
-        axes.annotate(row["method"], (x, y), (5, 5), textcoords="offset points", color=color, fontsize=8)
-    axes.set_xlabel("perplexity of the text that follows, relative to the source")
-    axes.set_ylabel("numbers found")
-    axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=150)
-
-
 def main(arguments: list[str] | None = None):
-    """Measures all methods on the same passages, one passage after the other, and writes a table and a picture."""
+    """Measures all methods on the same passages, one passage after the other, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Llama: its folder, name on the Hub, or GGUF file")
     parser.add_argument("--calibrate", required=True, help="text to choose heads on, as for `lsgpt convert`")
@@ -189,7 +173,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--output", type=Path, default=OUTPUT / "cache_methods.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
-    result = begin_result("cache_methods", *(arguments or []))
+    result = begin_result("cache_methods", *(sys.argv[1:] if arguments is None else arguments))
     tokenizer, source = load_tokenizer(options.source), load(options.source)
     whole = convert_pretrained(source)
     count, window = budget_heads(whole.config, options.cache_share)
@@ -213,7 +197,6 @@ def main(arguments: list[str] | None = None):
         rows = [{"method": name, **summarize(found, items["source"])} for name, found in items.items()]
         write_result(options.output, {**result, "length": options.length, "rows": rows, "items": items})
         print(f"{number + 1} of {len(passages)} passages", flush=True)
-    draw(options.output.with_suffix(".png"), rows)
     lines = []
     for row in rows:
         figures = [f"{row[key]:.3f}" for key in ("perplexity_ratio", "exact", "cache_ratio", "prefill_ratio")]

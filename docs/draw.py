@@ -6,10 +6,10 @@ heads and models without others, orange for local heads and LSGPT, and grey for 
 """
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 import numpy as np
@@ -22,7 +22,7 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import GLOBAL as GLOBAL_HEADS
 from lsgpt.modeling_lsgpt import LOCAL as LOCAL_HEADS
 from lsgpt.modeling_lsgpt import LSGPTConfig, describe_visibility
-from lsgpt.utilities.plots import GLOBAL, LOCAL
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL
 
 
 DOCS = Path(__file__).parent
@@ -111,55 +111,40 @@ def ratios(benchmark: str) -> dict[int, float]:
 
 
 def conversion(figure: Figure, scheme: str):
-    """What a pretrained model keeps when it is converted: cache, perplexity, and passkeys of each kind and length."""
-    figure.set_size_inches(8.5, 4)
-    report = (RESULTS / "quality" / "conversion.md").read_text(encoding="utf-8")
-    kept, total = map(int, re.search(r"(\d+) of (\d+) key/value heads stay global", report).groups())
-    window = int(re.search(r"others see\s+(\d+) tokens", report)[1])
-    cache = (kept + (total - kept) * window / 8192) / total
-    source, converted = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
-    perplexity = converted["perplexity"]["2048"]
-    upper, lower = figure.subplots(2, 2, height_ratios=[1, 2.2])
-    bars(upper[0], scheme, {"": [(1.0, None), (cache, None)]}, ("source", "converted"))
-    upper[0].set_title("KV cache at 8,192 tokens")
-    bars(upper[1], scheme, {"": [(1.0, None), (perplexity["ratio"], perplexity["interval"])]}, ("source", "converted"))
-    upper[1].set_title("perplexity, relative to the source")
-    for axes, (length, found) in zip(lower, source["retrieval"].items()):
-        kinds = {
-            kind: [
-                (x["exact"], x["interval"]) for x in (row["retrieval"][length][kind] for row in (source, converted))
-            ]
-            for kind in found
-            if kind != "passages"
-        }
-        bars(axes, scheme, kinds, None)
-        axes.set_title(f"passkeys in {int(length):,} tokens, {found['passages']} texts")
-
-
-def bars(axes: Axes, scheme: str, rows: dict[str, list], names: tuple[str, str] | None):
-    """A pair of bars for each row, (value, interval or None) for the source and the converted model."""
-    labels = {}
-    for y, (row, pair) in enumerate(rows.items()):
-        for i, (value, interval) in enumerate(pair):
-            place, color = y + 0.4 * i - 0.2, (GLOBALS[scheme], LOCAL)[i]
-            axes.barh(place, value, color=color, height=0.34)
-            end = value
-            if interval:
-                axes.plot(interval, [place, place], color=INK[scheme], linewidth=1)
-                end = max(value, interval[1])
-            shift = {"textcoords": "offset points", "va": "center", "color": INK[scheme]}
-            axes.annotate(f"{value:.2f}", (end, place), (4, 0), **shift)
-            if names:
-                labels[place] = names[i]
-        if not names:
-            labels[y] = row
-    axes.set_yticks(list(labels), list(labels.values()))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25)
-    axes.set_xticks([])
-    plain(axes)
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
+    """What a pretrained model with less cache still finds: beside other methods, and in texts of several lengths."""
+    figure.set_size_inches(9, 4)
+    left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
+    result = json.loads((RESULTS / "quality" / "cache_methods.json").read_text(encoding="utf-8"))
+    for row in result["rows"]:
+        name, place = row["method"], (row["perplexity_ratio"], row["exact"])
+        color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
+        left.plot(*place, "o", color=color)
+        turned = {"rotation": 50 * (color == BASELINE), "rotation_mode": "anchor", "fontsize": 9}
+        left.annotate(name, place, (5, 4), textcoords="offset points", color=color, **turned)
+    share = next(row["cache_ratio"] for row in result["rows"] if row["method"] == "LSGPT")
+    left.set_title(f"numbers found with {share:.0%} of the cache, {result['length']:,} tokens")
+    left.set_xlabel("perplexity, relative to the source")
+    left.margins(x=0.12)
+    left.set_ylim(-0.02, 1)
+    styles = {"source": (GLOBALS[scheme], "-"), "converted": (LOCAL, "--"), "healed": (LOCAL, "-")}
+    rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
+    for row, (name, (color, style)) in zip(rows, styles.items()):
+        lengths = sorted(map(int, row["retrieval"]))
+        found = [
+            fmean(x["exact"] for kind, x in row["retrieval"][str(n)].items() if kind != "passages") for n in lengths
+        ]
+        right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
+        right.annotate(name, (lengths[-1], found[-1]), (7, 0), textcoords="offset points", color=color, va="center")
+    right.set_title("numbers found, by length")
+    right.set_xscale("log", base=2)
+    right.set_xlim(right=lengths[-1] * 2.4)
+    right.set_ylim(0, 1.03)
+    right.set_xticks(lengths)
+    right.xaxis.set_major_formatter(NUMBER)
+    right.xaxis.set_minor_locator(NullLocator())
+    right.set_xlabel("tokens")
+    for axes in (left, right):
+        plain(axes)
 
 
 def plain(axes: Axes):

@@ -10,6 +10,7 @@ import re
 import statistics
 from pathlib import Path
 
+from lsgpt.benchmarks.cache_methods import PROPERTIES
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
 from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
@@ -146,6 +147,20 @@ def quality() -> str:
             lines.append([f"{kind}, {of_source['passages']} passages of {int(size):,} tokens", *cells])
     header = " | ".join(["", *(f"`{row['model']}`" for row in results)])
     return with_sources(header, lines, "quality/quality.json")
+
+
+def cache_methods() -> str:
+    """A converted model beside other methods with the same bytes."""
+    result, rows = read("quality/cache_methods.json"), []
+    for row in result["rows"]:
+        found = f"{row['exact']:.2f} ({_range(row['interval'])})"
+        properties = PROPERTIES.get(row["method"].split()[0], ("",) * 4)
+        figures = [f"{row[key]:.2f}" for key in ("cache_ratio", "prefill_ratio")]
+        rows.append([row["method"], f"{row['perplexity_ratio']:.3f}", found, *figures, *properties[:3]])
+    header = (
+        "method | perplexity | numbers found | bytes held | prefill time | memory freed | cheaper prefill | served"
+    )
+    return with_sources(header, rows, "quality/cache_methods.json")
 
 
 def _range(interval: list[float]) -> str:
@@ -311,7 +326,10 @@ FRONT_PAGE = (
     ("a training step", "train", "train", "lsgpt", 2048),
 )
 
-TABLES = (speed, targets, smollm2, quality, growth, memory, long_context, split, telemetry, books, costs, front_page)
+TABLES = (
+    *(speed, targets, smollm2, quality, cache_methods, growth, memory),
+    *(long_context, split, telemetry, books, costs, front_page),
+)
 
 
 def fill(page: str) -> str:
