@@ -1,6 +1,6 @@
 """Methods that shrink the key/value cache of a pretrained model, side by side: conversions to LSGPT, and kvpress.
 
-`python -m lsgpt.benchmarks.cache_methods SOURCE --calibrate TEXT --text OTHER`. kvpress 0.5.5 wants older versions of
+`lsgpt bench cache_methods SOURCE --calibrate TEXT --text OTHER`. kvpress 0.5.5 wants older versions of
 Transformers and pandas, so it needs an environment of its own: a copy of this project's, with `pip install
 --no-deps kvpress==0.5.5 cachetools fire requests termcolor`. Without kvpress, its methods are left out.
 

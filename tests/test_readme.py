@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,9 @@ def test_numbers_at_the_top_are_those_of_the_results():
     assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["2048"]["value"])
     more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
     assert re.search(rf"for {more:.1%} more perplexity \([^)]*95% interval: {low:.1%} to {high:.1%}\)", top)
+    healing = json.loads(read("benchmarks/results/quality/healing.json"))
+    assert round(healing["train_seconds"] / 3600, 1) == 1.5 and healing["step"] == 110
+    assert f"An hour and a half of training on one core leaves {healed['perplexity']['2048']['ratio'] - 1:.1%}." in top
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
         x["median"]
@@ -118,6 +122,33 @@ def test_numbers_at_the_top_are_those_of_the_results():
     page = " ".join(read("README.md").split())
     assert f"the healed SmolLM2 finds {after:.0%} of the passkeys in texts of 4,096 tokens" in page
     assert f"({source['retrieval']['4096']['passages']} texts; before conversion, {before:.0%})" in page
+
+
+def test_figures_of_conversions_in_prose_are_those_of_the_results():
+    measurements, related, choosing = (
+        " ".join(read(f"docs/{page}.md").split()) for page in ("measurements", "related-work", "choosing-heads")
+    )
+    rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
+    _, ours, healed = (f"{row['perplexity']['2048']['ratio']:.3f}" for row in rows)
+    kinds = ("literal", "paraphrased", "one of several")
+    at_4096, at_8192 = (
+        [f"{statistics.fmean(row['retrieval'][n][kind]['exact'] for kind in kinds):.2f}" for row in rows]
+        for n in ("4096", "8192")
+    )
+    assert f"{ours} of the source's in blocks of 2,048 tokens, {healed} healed" in measurements
+    assert f"finds {at_4096[0]} of the numbers" in measurements and f"the conversion {at_4096[1]}" in measurements
+    assert f"model {at_4096[2]}; of 8,192 tokens, {at_8192[0]}, {at_8192[1]} and {at_8192[2]}." in measurements
+    assert f"perplexity {ours} times the source's, {healed} after healing" in choosing
+    assert f"{at_8192[1]} and {at_8192[2]} found, by the source {at_8192[0]}" in choosing
+    found = {
+        row["method"]: row["exact"]
+        for row in json.loads(read("benchmarks/results/quality/cache_methods.json"))["rows"]
+    }
+    source, whole, duo = (f"{found.pop(name):.2f}" for name in ("source", "LSGPT", "DuoAttention"))
+    assert f"the source finds {source}, the conversion {whole}" in related
+    assert f"with the same heads {duo}, the others at most {max(found.values()):.2f}" in related
+    assert f"at most {max(found.values()):.2f} of the numbers" in measurements
+    assert f"finds {duo}, LSGPT {whole}" in measurements
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")

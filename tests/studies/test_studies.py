@@ -231,14 +231,14 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "contexts", (16, 64))
     fields = small_fields(block_size="64", max_steps="100000", save_steps="5", max_logit_every_n_steps="0")
     run = study.run("ls", 42, tmp_path, fields)
-    assert 1.0 <= run["cpu_seconds"] < 2.0 and run["wall_seconds"] > 0 and run["step"] > 5
+    assert 1.0 <= run["cpu_seconds"] < 1.5 and run["wall_seconds"] > 0 and run["step"] > 5
     logs = [json.loads(line) for line in (tmp_path / "ls" / "seed-42" / "metrics.jsonl").read_text().splitlines()]
     rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
     assert max(rates) <= 1.2e-3 and rates[-1] < 0.3 * 1.2e-3 and rate_at(0.02) == 1 and rate_at(1.0) == 0.1
     # A run that goes on has used what it had used.
     (tmp_path / "ls" / "seed-42" / "results.json").unlink()
     again = study.run("ls", 42, tmp_path, fields)
-    assert again["step"] <= run["step"] + 60 and again["cpu_seconds"] < 2.0
+    assert again["step"] <= run["step"] + 60 and again["cpu_seconds"] < 1.5
     assert "operations (1e15)" in report_of(study, {"ls": [run, again]}, tmp_path / "report")
 
 
