@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lsgpt_cli
-from lsgpt.conversion import load_pretrained
+from lsgpt.conversion import load_pretrained, make_passages, read_blocks, recall
 from lsgpt.training.soft_grpo import SoftGRPOConfig, SoftGRPOTrainer
 
 
@@ -118,6 +118,11 @@ def test_the_commands_of_the_page(source, capsys):
     source, chosen = (re.search(rf"\| the {name}.*? \| ([\d.]+) \| ([\d.]+)", report) for name in ("source", "choice"))
     assert float(chosen[1]) <= 1.1 * float(source[1])
     assert float(source[2]) == 1.0 and float(chosen[2]) >= 0.5
+    # In 1,024 tokens, where heads of the earlier shape were measured, all that is asked for in plain words is found.
+    model, tokenizer = (each.from_pretrained("runs/smollm2-ls") for each in (AutoModelForCausalLM, AutoTokenizer))
+    _, held_out = read_blocks("stdlib", tokenizer, 2048, 1)
+    passages = make_passages(tokenizer, held_out[0], 1024, 2, 221, seed=1)
+    assert recall(model.eval(), passages)["literal"] == 1.0
     short = {"block_size": 256, "max_steps": 2, "per_device_train_batch_size": 1, "max_eval_blocks": 2}
     run("train", *(f"--{name}={value}" for name, value in short.items()), "--warmup_steps=0", "--eval_steps=2")
     run("generate")

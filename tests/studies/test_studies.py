@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import lsgpt
 import lsgpt_cli
-from lsgpt.studies import STUDIES, TrainingStudy, load_study, read_lines, run_study, write_report
+from lsgpt.studies import STUDIES, TrainingStudy, load_study, plots, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.comparisons import format_values
 from lsgpt.studies.equal_time import rate_at
@@ -302,3 +302,21 @@ def test_summaries():
     assert spike_score(noise) == 0
     assert spike_score([*noise[:200], 50.0, *noise[201:]]) == pytest.approx(1 / 272)
     assert spike_score([*noise[:200], math.nan, *noise[201:]]) == pytest.approx(1 / 272)
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_plots_show_means_and_intervals_on_the_scale_of_the_axis(log_y, tmp_path, monkeypatch):
+    """With three seeds, the mean of the values or of their logarithms, and Student's interval around it."""
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    seeds = [1.0, 10.0, 100.0]
+    plots.plot(tmp_path / "x.png", {"ls": [[(1, y), (2, y)] for y in seeds]}, "x", "y", log_y=log_y)
+    (axes,) = figures[0].axes
+    mean = axes.lines[-1].get_ydata()
+    assert mean == pytest.approx([10.0 if log_y else 37.0] * 2)
+    (band,) = axes.collections
+    low, high = np.unique(band.get_paths()[0].vertices[:, 1])[[0, -1]]
+    to_scale = np.log if log_y else np.asarray
+    half = 4.302653 * np.std(to_scale(seeds), ddof=1) / np.sqrt(3)  # Student's t, two degrees of freedom
+    assert (to_scale([low, high]) - to_scale(mean)) == pytest.approx([-half, half], rel=1e-5)
+    assert axes.texts[0].get_text() == "ls"
