@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-MIN_WEIGHTS = 2**20
+MIN_WEIGHTS = 2**17
 """Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs."""
 
 
