@@ -30,4 +30,5 @@ if __name__ == "__main__":
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     for head_dim in (4, 8, NARROW - 2):
         for length in (512, 2048):
-            print(f"heads of {head_dim} dimensions, {length} tokens: {compare(head_dim, length)['median']:.2f} of the time")
+            time = compare(head_dim, length)["median"]
+            print(f"heads of {head_dim} dimensions, {length} tokens: {time:.2f} of the time")

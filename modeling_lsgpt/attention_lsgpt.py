@@ -65,8 +65,8 @@ MASKED_PAIRS = 1 << 18
 
 NARROW, FILLED = 12, 16
 """
-Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster:
-with 8 dimensions and 512 tokens, forward and backward took 0.65 of the time (one core, AVX-512).
+Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster
+(`lsgpt.benchmarks.narrow_heads` measures how much).
 """
 
 

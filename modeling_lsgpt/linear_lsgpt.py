@@ -5,7 +5,10 @@ from torch import nn
 
 
 MIN_WEIGHTS = 2**17
-"""Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs."""
+"""
+Smaller matrices stay `nn.Linear`: what dividing them gains is less than what asking costs. The bound was
+chosen with models 128 to 768 wide on two cores; with 2**20, GPT-2 small takes 1.2 times as long for a token.
+"""
 
 
 def make_linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:

@@ -7,9 +7,23 @@ import statistics
 import pytest
 import torch
 from PIL import Image
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lsgpt_cli
-from lsgpt.benchmarks import attention, decode, floor, gate, peers, plots, prefill, suite, targets, timing, train
+from lsgpt.benchmarks import (
+    attention,
+    decode,
+    floor,
+    gate,
+    narrow_heads,
+    peers,
+    plots,
+    prefill,
+    suite,
+    targets,
+    timing,
+    train,
+)
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import (
@@ -438,6 +452,21 @@ def test_logits_are_on_both_sides(shape, monkeypatch):
     monkeypatch.setattr(LSGPTForCausalLM, "forward", wrong_loss)
     with pytest.raises(RuntimeError, match="lsgpt-no-logits sdpa, loss of 75 tokens: wrong by"):
         check(train.prepare(shape))
+
+
+def test_heads_are_timed_with_and_without_zeros(monkeypatch):
+    """The function that fills heads up is compared with the one that it calls with wider heads."""
+    widths = []
+
+    def recording(module, query, *args, **kwargs):
+        widths.append(query.shape[-1])
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    monkeypatch.setattr(attention_lsgpt, "sdpa_attention_forward", recording)
+    monkeypatch.setattr(narrow_heads, "sdpa_attention_forward", recording)
+    times = narrow_heads.compare(8, 16, budget=0)
+    assert widths == [16, 8] * 4
+    assert 0 < times["low"] <= times["median"] <= times["high"]
 
 
 def test_telemetry_is_timed_as_a_training_step(shape):
