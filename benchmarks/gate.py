@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from lsgpt.modeling_lsgpt import FULL_WINDOW
+
 from .peers import Peer, Shape, attention_function, example_sinks, twin
 
 
@@ -57,13 +59,21 @@ def attention_inputs(shape: Shape) -> list[torch.Tensor]:
 
 
 def dense_attention(
-    query, key, value, rows: torch.Tensor, num_global_heads: int, window: int, sinks: torch.Tensor | None = None
+    query,
+    key,
+    value,
+    rows: torch.Tensor,
+    num_global_heads: int,
+    window: int,
+    sinks: torch.Tensor | None = None,
+    first_with_sink: int = 0,
 ) -> torch.Tensor:
     """
     Computes Long Short-attention by definition, for the queries at the positions `rows` `(R,)`: `(B, R, H, D)`.
 
     A global head sees the keys `k <= q`, a local one those with `q - window < k <= q`; global heads come first.
-    The exponentials of `sinks` `(H,)` are added to the denominators of the softmax.
+    The exponentials of `sinks` `(H,)` are added to the denominators of the softmax of queries at `first_with_sink` and
+    later positions.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -73,7 +83,8 @@ def dense_attention(
     logits = query[:, :, rows] @ key.mT * query.shape[-1] ** -0.5
     logits = logits.masked_fill(~visible, float("-inf"))
     if sinks is not None:
-        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+        sinks = sinks[:, None].masked_fill(rows < first_with_sink, float("-inf"))
+        logits = torch.cat([logits, sinks[..., None].expand(*logits.shape[:3], 1)], dim=-1)
     weights = logits.softmax(-1)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2)
 
@@ -106,8 +117,10 @@ def check_attention(name: str, attend, shape: Shape, num_global_heads: int, grad
         return [output.detach().transpose(1, 2), *found]
 
     def reference(*inputs):
-        sinks = example_sinks(shape.config, num_global_heads, inputs[0])
-        return dense_attention(*inputs, rows, num_global_heads, shape.config.sliding_window, sinks)
+        config = shape.config
+        sinks = example_sinks(config, num_global_heads, inputs[0])
+        first = config.sliding_window - 1 if config.attention_sinks == FULL_WINDOW else 0
+        return dense_attention(*inputs, rows, num_global_heads, config.sliding_window, sinks, first)
 
     if not gradients:
         inputs = [x.detach() for x in inputs]

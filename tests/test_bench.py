@@ -27,6 +27,7 @@ from lsgpt.benchmarks import (
 from lsgpt.benchmarks.peers import Shape, attention_function
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import (
+    FULL_WINDOW,
     LSGPTForCausalLM,
     attention_layers,
     attention_lsgpt,
@@ -303,12 +304,15 @@ def test_wrong_window_is_not_timed(benchmark, dtype, shape, monkeypatch):
         check(benchmark.prepare(shape))
 
 
+@pytest.mark.parametrize("sinks", [True, FULL_WINDOW])
 @pytest.mark.parametrize("benchmark", [attention, prefill, train])
-def test_wrong_sinks_are_not_timed(benchmark, llama_shape, monkeypatch):
+def test_wrong_sinks_are_not_timed(benchmark, sinks, llama_shape, monkeypatch):
     def forgets_sinks(*args):
         return blocked(*args[:-1], None)
 
     llama_shape.config.num_global_heads = 2
+    llama_shape.config.attention_sinks = sinks
+    check(benchmark.prepare(llama_shape))
     monkeypatch.setattr(attention_lsgpt, "blocked_attention_forward", forgets_sinks)
     with pytest.raises(RuntimeError, match="lsgpt sdpa, attention at 75 tokens, outputs of local heads: wrong by"):
         check(benchmark.prepare(llama_shape))
@@ -538,14 +542,16 @@ def test_llama_is_compared_where_it_is_the_same(llama_shape, values, compared):
         run_gate()
 
 
-def test_a_folder_names_a_shape(llama_shape, tmp_path, capsys):
+@pytest.mark.parametrize("sinks", [True, FULL_WINDOW])
+def test_a_folder_names_a_shape(sinks, llama_shape, tmp_path, capsys):
+    llama_shape.config.attention_sinks = sinks
     llama_shape.config.save_pretrained(tmp_path / "converted")
     command = ["bench", "prefill", "decode", "--preset", str(tmp_path / "converted"), "--lengths", "75"]
     command += ["--rounds", "1", "--budget", "0", "--device", "cpu", "--engines", "sdpa", "--output", str(tmp_path)]
     assert lsgpt_cli.main(command) == 0
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
-    assert (result["model"]["num_global_heads"], result["model"]["attention_sinks"]) == ([2, 0], True)
+    assert (result["model"]["num_global_heads"], result["model"]["attention_sinks"]) == ([2, 0], sinks)
     pairs = {(x["benchmark"], *x["families"]) for row in result["rows"] for x in row["ratios"]}
     assert {(name, "lsgpt", "llama") for name in ("prefill", "decode", "cache")} <= pairs
     assert "Transformers' Llama" in printed and "GPT-2" not in printed
