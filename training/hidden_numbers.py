@@ -15,8 +15,8 @@ FORMATS = (
 
 NAMES = ("Alice", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jonas", "Karen", "Louis")
 
-TOKENS_PER_NUMBER = 320
-"""A block hides one number for so many of its tokens, at least one, and at most one for each name."""
+COUNT = 5
+"""How many numbers are hidden in a block."""
 
 
 class HideNumbers:
@@ -36,8 +36,7 @@ class HideNumbers:
         if chance.random() >= self.share:
             return row
         hide, repeat = chance.choice(FORMATS)
-        count = min(max(len(ids) // TOKENS_PER_NUMBER, 1), len(NAMES))
-        pairs = [(name, chance.randrange(100, 1_000_000)) for name in chance.sample(NAMES, count)]
+        pairs = [(name, chance.randrange(100, 1_000_000)) for name in chance.sample(NAMES, COUNT)]
         hidden = [self._encode(hide.format(name=name, number=number)) for name, number in pairs]
         chance.shuffle(pairs)
         end = [x for name, number in pairs for x in self._encode(repeat.format(name=name, number=number))]
