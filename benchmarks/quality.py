@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -122,7 +123,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
     """
     Summarises what was measured of all models, one row for each. Ratios are to the first model; their intervals, of
-    95%, are those of the mean over blocks.
+    95%, are those of the mean over blocks (Student's t).
     """
     rows = []
     common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
@@ -135,7 +136,8 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
                 means = [[x["loss"] / (size - 1) for x in pair] for pair in pairs]
                 differences = [ours - theirs for ours, theirs in means]
                 mean = statistics.mean(differences)
-                error = 1.96 * statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
+                few = len(pairs) < 2
+                error = math.inf if few else stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(differences)
                 begins = [begin for begin in BINS if begin < size]
                 lengths = [min(end, size) - max(begin, 1) for begin, end in zip(begins, [*begins[1:], size])]
                 row["perplexity"][str(size)] = {

@@ -129,6 +129,16 @@ def test_intervals():
     """Of Wilson, as tables list them."""
     assert quality.interval(95, 100) == pytest.approx((0.888, 0.978), abs=1e-3)
     assert quality.interval(100, 100) == pytest.approx((0.963, 1.0), abs=1e-3)
+    # Three blocks whose losses differ by 1, 2 and 3 nats per token: Student's t is 4.303 with two degrees of freedom.
+    losses = {"source": (0, 0, 0), "ours": (1, 2, 3)}
+    found = {
+        (name, "perplexity", 11, i): {"loss": 10 * x, "losses": [10 * x]}
+        for name in losses
+        for i, x in enumerate(losses[name])
+    }
+    _, ours = quality.summarize(list(losses), found)
+    half = 4.303 / math.sqrt(3)
+    assert ours["perplexity"]["11"]["interval"] == pytest.approx([math.exp(2 - half), math.exp(2 + half)], rel=1e-3)
 
 
 def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
