@@ -6,6 +6,7 @@ heads and models without others, orange for local heads and LSGPT, and grey for 
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,17 +128,24 @@ def conversion(figure: Figure, scheme: str):
     left.margins(x=0.12)
     left.set_ylim(-0.02, 1)
     styles = {"source": (GLOBALS[scheme], "-"), "converted": (LOCAL, "--"), "healed": (LOCAL, "-")}
+    styles["35% of the cache"] = LOCAL, ":"
     rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
-    for row, (name, (color, style)) in zip(rows, styles.items()):
-        lengths = sorted(map(int, row["retrieval"]))
+    lengths, ends = sorted(map(int, rows[0]["retrieval"])), {}
+    for row, (name, (color, style)) in zip(rows, styles.items(), strict=True):
         found = [
             fmean(x["exact"] for kind, x in row["retrieval"][str(n)].items() if kind != "passages") for n in lengths
         ]
         right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
-        right.annotate(name, (lengths[-1], found[-1]), (7, 0), textcoords="offset points", color=color, va="center")
-    right.set_title("numbers found, by length")
+        ends[name] = found[-1]
+    place = math.inf
+    for name in sorted(ends, key=ends.get, reverse=True):  # one below the other
+        place = min(place - 0.06, ends[name])
+        right.annotate(
+            name, (lengths[-1], place), (7, 0), textcoords="offset points", color=styles[name][0], va="center"
+        )
+    right.set_title(f"by length, with {rows[1]['cache']['ratio']:.0%} of the cache")
     right.set_xscale("log", base=2)
-    right.set_xlim(right=lengths[-1] * 2.4)
+    right.set_xlim(right=lengths[-1] * 3.6)
     right.set_ylim(0, 1.03)
     right.set_xticks(lengths)
     right.xaxis.set_major_formatter(NUMBER)
