@@ -31,6 +31,12 @@ def test_only_large_matrices_are_split():
     assert type(make_linear(512, MIN_WEIGHTS // 512, bias=False)) is SplitLinear
 
 
+def test_those_of_gpt2_small_are_split_and_those_of_tiny_models_are_not():
+    """With fewer split ones, GPT-2 small decodes slower; with more, models of 128 dimensions do."""
+    assert {type(make_linear(768, width, bias=True)) for width in (768, 3072)} == {SplitLinear}
+    assert {type(make_linear(128, width, bias=True)) for width in (128, 512)} == {nn.Linear}
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [3, 12, 97])
 @pytest.mark.parametrize("shape", [(20,), (1, 20), (1, 1, 20)])
