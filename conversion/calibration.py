@@ -81,7 +81,8 @@ def calibrate(
         model: A model whose heads are all global.
         tokenizer: The model's tokenizer.
         text, max_blocks: See `read_blocks`. A block has `MAX_BLOCK_SIZE` tokens, or as many as the model has
-            positions, if these are fewer. There are twice as many passages that hide numbers, for either purpose.
+            positions, if these are fewer. As many passages hide numbers to measure heads on, and twice as many for the
+            evaluation.
         global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
         window: Number of keys that a query of a local head sees, including its own.
         balance: See `choose_global_heads`.
@@ -103,13 +104,13 @@ def calibrate(
     passages, questions = [], []
     if has_room(tokenizer, length, window):
         # The numbers and texts of the choice differ from those of the evaluation.
-        passages = make_passages(tokenizer, torch.cat(blocks), length, 2 * len(blocks), window, seed=0)
+        passages = make_passages(tokenizer, torch.cat(blocks), length, len(blocks), window, seed=0)
         questions = make_passages(tokenizer, torch.cat(held_out), length, 2 * len(held_out), window, seed=1)
 
     begin = time.perf_counter()
     perplexity(model, pieces[:1])
-    # Measuring computes the attention of windows again, without a fast kernel.
-    passes = 1.5 * len(pieces) + 1.1 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
+    # Measuring computes the attention of windows again, without a fast kernel, and on passages also gradients.
+    passes = 1.5 * len(pieces) + 5 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
     print(f"Calibration takes about {math.ceil((time.perf_counter() - begin) * passes / 60)} min", flush=True)
 
     changes = measure_changes(model, pieces, window, [passage.with_questions() for passage in passages])
@@ -241,9 +242,14 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     plot_scores(folder / "heads.png", scores, global_kv_heads)
     layers, kv_heads = scores.shape
     num_global = sum(map(len, global_kv_heads))
-    measured = f"{num_tokens[0]:,} tokens of {text}"
-    if changes.retrieval is not None:
-        measured += " and, with equal weight, at the answers in passages that hide numbers in this text"
+    if changes.retrieval is None:
+        measured = f"""The score of a head is the squared change of its
+outputs, relative to the outputs of its layer, as a share of the total over all heads. It was measured on
+{num_tokens[0]:,} tokens of {text}."""
+    else:
+        measured = f"""The score of a head is how fast the loss
+rises as the head becomes local, while all heads are halfway there, as a share of the total over all heads. It is the
+loss at the answers in passages that hide numbers in {text}, plus the loss in the text around them."""
     heads = [
         [f"**{x:.2%}**" if head in chosen else f"{x:.2%}" for head, x in enumerate(row)]
         for row, chosen in zip(scores.tolist(), global_kv_heads)
@@ -271,9 +277,7 @@ Compared with the source, in which all heads are global.
 
 ## Which heads change when they become local
 
-When a key/value head becomes local, its query heads see {window} tokens and a sink instead of everything, and their
-outputs change. The score of a head is this squared change, relative to the outputs of its layer, as a share of the
-total over all heads. It was measured on {measured}.
+When a key/value head becomes local, its query heads see {window} tokens and a sink instead of everything. {measured}
 The heads in bold stay global. Heads are numbered as in the source; in this checkpoint, the global heads of a layer
 come first.
 

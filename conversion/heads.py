@@ -3,11 +3,14 @@
 Shapes: L layers, H query heads, H_kv key/value heads, G query heads per key/value head, D `head_dim`, n tokens.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
 from lsgpt.modeling_lsgpt import (
@@ -35,6 +38,12 @@ SINK_LOGITS = torch.arange(-8.0, 4.25, 0.25, dtype=torch.float64)
 ROUNDS = 20
 """Maximum number of times that values and logits of sinks are fitted to each other; a few are enough."""
 
+TEXT_STRIDE = 8
+"""Distance between the tokens of a passage whose loss counts besides that of the answers: neighbours say the same."""
+
+IGNORED = -100
+"""The label of tokens that do not count, as everywhere in Transformers."""
+
 
 class Sinks(NamedTuple):
     """
@@ -58,15 +67,18 @@ class HeadChanges(NamedTuple):
     the sum of squares of all outputs of the layer, because layers have different scales.
     """
     retrieval: torch.Tensor | None
-    """`(L, H_kv)`, the same where a passage asks for something from far back; `None` without passages."""
+    """
+    `(L, H_kv)`, how fast the loss rises as a key/value head becomes local, in nats, where a passage asks for something
+    from far back, and in the rest of the passage; `None` without passages. It is negative if the loss falls.
+    """
     sinks: Sinks
     """The sinks that minimize the change on text."""
 
     @property
     def scores(self) -> torch.Tensor:
-        """`(L, H_kv)`, each key/value head's share of the total change, averaged over both kinds; they sum to 1."""
-        changes = [self.text] if self.retrieval is None else [self.text, self.retrieval]
-        return sum(change / change.sum() for change in changes) / len(changes)
+        """`(L, H_kv)`, each key/value head's share of `retrieval`, or without passages of `text`."""
+        changes = self.text if self.retrieval is None else self.retrieval
+        return changes / changes.abs().sum()
 
 
 def with_global_heads(
@@ -157,7 +169,6 @@ def _add_sinks(
         weights[f"{prefix}{name}_proj.bias"] = (bias if before is None else bias.to(before.device) + before).to(weight)
 
 
-@torch.no_grad()
 def measure_changes(
     model: LSGPTForCausalLM,
     blocks: Iterable[torch.Tensor],
@@ -165,36 +176,30 @@ def measure_changes(
     passages: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> HeadChanges:
     """
-    Measures how much the output of each head changes when it becomes local, with the sinks that change it least.
+    Measures how much the output of each head changes when it becomes local, with the sinks that change it least, and
+    what this does to the loss.
 
-    The forward passes are those of the unchanged model. In addition, each layer's attention is computed over the
-    window, for `QUERIES_AT_ONCE` queries at a time.
+    The outputs are those of the unchanged model. In addition, each layer's attention is computed over the window, for
+    `QUERIES_AT_ONCE` queries at a time.
 
     Args:
         model: A model whose heads are all global.
         blocks: Token ids, `(n,)` each.
         window: Number of keys that a query of a local head sees, including its own.
-        passages: Token ids `(n,)`, each with the weights of its last queries, see `Passage.with_questions`.
+        passages: Token ids and labels, `(n,)` each, see `Passage.with_questions`.
 
     Raises:
-        ValueError: If the model has local heads.
+        ValueError: If the model has local heads, or a passage is not longer than the window.
     """
     _check_all_global(model)
-    layers, kv_heads = attention_layers(model), model.config.num_key_value_heads
-    text = [_Moments() for _ in layers]
-    _collect(model, ((ids, torch.ones(len(ids))) for ids in blocks), window, text, "text")
-    fits = [moments.fit(kv_heads) for moments in text]
-    retrieval = [_Moments(moments.logits) for moments in text]
-    _collect(model, passages, window, retrieval, "passages")
-
-    def share(moments: list[_Moments]) -> torch.Tensor:
-        changes = [each.change(values).gather(1, i[:, None]) for each, (i, values) in zip(moments, fits)]
-        outputs = torch.tensor([each.outputs for each in moments])
-        return torch.stack(changes).view(len(moments), kv_heads, -1).sum(2) / outputs[:, None]
-
+    text = _measure_moments(model, blocks, window)
+    fits = [moments.fit(model.config.num_key_value_heads) for moments in text]
+    changes = [moments.change(values).gather(1, index[:, None]) for moments, (index, values) in zip(text, fits)]
+    outputs = torch.tensor([moments.outputs for moments in text])
+    shares = torch.stack(changes).view(len(text), model.config.num_key_value_heads, -1).sum(2) / outputs[:, None]
     logits = [moments.logits.gather(1, index[:, None])[:, 0] for moments, (index, _) in zip(text, fits)]
     sinks = Sinks(torch.stack(logits), torch.stack([values for _, values in fits]))
-    return HeadChanges(share(text), share(retrieval) if retrieval[0].outputs else None, sinks)
+    return HeadChanges(shares, _measure_losses(model, passages, window, sinks), sinks)
 
 
 class _Moments:
@@ -204,12 +209,12 @@ class _Moments:
     A head returns `f` over all keys, and `w` over its window alone. With a sink of logit `s` and value `c`, it returns
     `g * w + (1 - g) * c` with `g = sigmoid(lse - s)`, where `lse` is the log-sum-exp of the logits in the window. The
     change is `sum |f - g w - (1 - g) c|^2 = sum |f - g w|^2 - 2 c . sum (1 - g) (f - g w) + sum (1 - g)^2 |c|^2`.
-    All sums are over queries, which have weights, and are computed for every sink logit of a grid. Queries without a
-    full window do not change.
+    All sums are over queries, and are computed for every sink logit of a grid. Queries without a full window do not
+    change.
     """
 
-    def __init__(self, logits: torch.Tensor | None = None):
-        self.logits = logits
+    def __init__(self):
+        self.logits: torch.Tensor | None = None
         """`(H, K)`, the grid of sink logits; `None` until the first block shows the range of a head's logits."""
         self.outputs = 0.0
         """Sum of the squared outputs over all keys, of all queries."""
@@ -220,17 +225,17 @@ class _Moments:
         self.rests = torch.zeros(1, 1, dtype=torch.float64)
         """`(H, K)`, the sum of `(1 - g)^2`."""
 
-    def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor):
+    def add(self, full: torch.Tensor, local: torch.Tensor, lse: torch.Tensor):
         """
-        Adds queries with a full window: their outputs over all keys and over the window, `(H, T, D)` each, the
-        log-sum-exp over the window, `(H, T)`, and their weights, `(T,)`.
+        Adds queries with a full window: their outputs over all keys and over the window, `(H, T, D)` each, and the
+        log-sum-exp over the window, `(H, T)`.
         """
         gates = (lse[..., None] - self.logits[:, None].to(lse)).sigmoid()  # `(H, T, K)`
         crossed, squared = (full * local).sum(-1, keepdim=True), local.square().sum(-1, keepdim=True)
         squares = gates * (gates * squared - 2 * crossed) + full.square().sum(-1, keepdim=True)
-        self.squares = self.squares + torch.einsum("htk,t->hk", squares.double(), weights).cpu()
-        rests = (1 - gates) * weights[:, None].to(gates)
-        self.rests = self.rests + (rests * (1 - gates)).sum(1).double().cpu()
+        self.squares = self.squares + squares.sum(1).double().cpu()
+        rests = 1 - gates
+        self.rests = self.rests + rests.square().sum(1).double().cpu()
         products = rests.transpose(1, 2) @ full - (rests * gates).transpose(1, 2) @ local
         self.products = self.products + products.double().cpu()
 
@@ -258,51 +263,103 @@ class _Moments:
         return (self.squares + shift.sum(-1)).clamp(min=0)
 
 
-def _collect(
-    model: LSGPTForCausalLM,
-    inputs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    window: int,
-    moments: list[_Moments],
-    what: str,
-):
-    """
-    Adds the last queries of each input to the moments of each layer. An input consists of token ids `(n,)` and weights
-    for as many queries as are added.
-    """
-    weights = torch.empty(0)
+@torch.no_grad()
+def _measure_moments(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], window: int) -> list[_Moments]:
+    """Sums up over all queries of blocks of token ids `(n,)`, for each layer."""
+    moments = [_Moments() for _ in range(model.config.num_hidden_layers)]
 
-    def measuring(layer: LSGPTAttention, of_layer: _Moments) -> Callable:
-        attend = layer.attend
+    def measuring(layer: LSGPTAttention, i: int) -> Callable:
+        attend, of_layer = layer.attend, moments[i]
 
         def measure_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
             result, length = attend(query, key, value, *args, **kwargs), key.shape[2]
             outputs = result[0][0].transpose(0, 1)  # `(H, n, D)`
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            of_layer.outputs += outputs.double().square().sum().item()
             if of_layer.logits is None:
                 _, lse = _attend(layer, query, key, value, max(length - QUERIES_AT_ONCE, 0), length, window)
                 of_layer.logits = lse.double().mean(1, keepdim=True).cpu() + SINK_LOGITS
-            start = length - len(weights)
-            for part in weights.to(key.device, torch.float64).split(QUERIES_AT_ONCE):
-                stop, is_full = start + len(part), max(window - 1 - start, 0)
-                if part.any():
-                    full = outputs[:, start:stop].to(torch.promote_types(outputs.dtype, torch.float32))
-                    of_layer.outputs += torch.einsum("htd,t->", full.double().square(), part).item()
-                    if is_full < len(part):
-                        local, lse = _attend(layer, query, key, value, start + is_full, stop, window)
-                        of_layer.add(full[:, is_full:], local, lse, part[is_full:])
-                start = stop
+            for start, stop in _full_windows(length, window):
+                local, lse = _attend(layer, query, key, value, start, stop, window)
+                of_layer.add(outputs[:, start:stop], local, lse)
             return result
 
         return measure_and_attend
 
-    layers = attention_layers(model)
-    for layer, of_layer in zip(layers, moments):
-        layer.attend = measuring(layer, of_layer)
-    try:
-        for ids, weights in tqdm(inputs, desc=f"Measuring heads on {what}", leave=False):  # noqa: B007 (it is read)
+    with _replaced_attention(model, measuring):
+        for ids in tqdm(blocks, desc="Measuring heads on text", leave=False):
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return moments
+
+
+@torch.enable_grad()
+def _measure_losses(
+    model: LSGPTForCausalLM, passages: Iterable[tuple[torch.Tensor, torch.Tensor]], window: int, sinks: Sinks
+) -> torch.Tensor | None:
+    """
+    Measures how fast the loss rises as a head becomes local, `(L, H_kv)`, or nothing without passages.
+
+    All outputs are half those of a global head, half those of a local one with its sink. The rise is the derivative
+    with respect to the local part, so that it includes what the head does together with all others. The loss is the
+    mean over the labels of a passage plus the mean over every `TEXT_STRIDE`th token after the first window.
+    """
+    layers = attention_layers(model)
+    local_parts = [torch.full((model.config.num_key_value_heads,), 0.5, requires_grad=True) for _ in layers]
+
+    def mixing(layer: LSGPTAttention, i: int) -> Callable:
+        attend = layer.attend
+        groups = layer.num_key_value_groups
+
+        def mix(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
+            (outputs, weights), length = attend(query, key, value, *args, **kwargs), key.shape[2]
+            full = outputs[0].transpose(0, 1)  # `(H, n, D)`
+            full = full.to(torch.promote_types(full.dtype, torch.float32))
+            logits = sinks.logits[i][:, None].to(full)
+            values = sinks.values[i].repeat_interleave(groups, dim=0)[:, None].to(full)
+            local_part = local_parts[i].repeat_interleave(groups)[:, None, None].to(full)
+            parts = [full[:, : window - 1]]
+            for start, stop in _full_windows(length, window):
+                # What a window's attention weights are computed from takes less memory than they do.
+                states = layer, query, key, value, start, stop, window
+                local, lse = checkpoint(_attend, *states, use_reentrant=False)
+                local = torch.lerp(values, local, (lse - logits).sigmoid()[..., None])
+                parts.append(torch.lerp(full[:, start:stop], local, local_part))
+            return torch.cat(parts, dim=1).transpose(0, 1)[None].to(outputs), weights
+
+        return mix
+
+    rises = []
+    with _replaced_attention(model, mixing):
+        for ids, labels in tqdm(passages, desc="Measuring heads on passages", leave=False):
+            if len(ids) <= window:
+                raise ValueError(f"passages must be longer than the window of {window} tokens; got {len(ids)} tokens")
+            answers = (labels[1:] != IGNORED).nonzero().flatten()  # each predicts the next token
+            others = torch.arange(window - 1, len(ids) - 1, TEXT_STRIDE)
+            queries = torch.cat([answers, others]).to(model.device)
+            logits = model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=queries).logits[0]
+            losses = F.cross_entropy(logits.float(), ids.to(model.device)[queries + 1], reduction="none")
+            loss = losses[: len(answers)].mean() + losses[len(answers) :].mean()
+            rises.append(torch.stack(torch.autograd.grad(loss, local_parts)).double())
+    return torch.stack(rises).mean(0) if rises else None
+
+
+@contextlib.contextmanager
+def _replaced_attention(model: LSGPTForCausalLM, replace: Callable[[LSGPTAttention, int], Callable]) -> Iterator[None]:
+    """Within this context, what `replace` returns for each layer and its index stands in for the layer's `attend`."""
+    layers = attention_layers(model)
+    for i, layer in enumerate(layers):
+        layer.attend = replace(layer, i)
+    try:
+        yield
     finally:
         for layer in layers:
             del layer.attend
+
+
+def _full_windows(length: int, window: int) -> Iterator[tuple[int, int]]:
+    """Divides the queries with a full window into parts of `QUERIES_AT_ONCE`: where each begins and ends."""
+    for start in range(window - 1, length, QUERIES_AT_ONCE):
+        yield start, min(start + QUERIES_AT_ONCE, length)
 
 
 def _attend(

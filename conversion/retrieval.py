@@ -54,14 +54,11 @@ class Passage(NamedTuple):
     """Where the text that was used ends: what comes next in the text would continue the passage."""
 
     def with_questions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Joins the text and all questions. Returns the token ids, and weights for as many queries at the end as the
-        questions have tokens: 1 for those that predict a digit of an answer, 0 for others.
-        """
+        """Joins the text and all questions. Returns token ids and labels, -100 but for the digits of the answers."""
         ids = torch.cat([self.ids, *(question.ids for question in self.questions)])
-        parts = [[torch.zeros(len(q.ids) - q.answer_length), torch.ones(q.answer_length)] for q in self.questions]
-        weights = torch.cat([part for each in parts for part in each])
-        return ids[:-1], weights[1:]  # a query predicts the next token
+        digits = [torch.arange(len(q.ids)) >= len(q.ids) - q.answer_length for q in self.questions]
+        is_answer = torch.cat([torch.zeros(len(self.ids), dtype=torch.bool), *digits])
+        return ids, ids.masked_fill(~is_answer, -100)
 
 
 def make_passages(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -155,29 +156,73 @@ def head_outputs(model, calls, ids):
 def test_measured_change_is_that_of_the_outputs_of_a_model_with_local_heads(grouped_model, softcap):
     model = grouped_model(dtype=torch.float64, engine="eager", attn_logit_softcapping=softcap)
     blocks = torch.randint(97, (2, 40))
-    weights = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])  # of the last queries
-    passages = [(ids, weights) for ids in torch.randint(97, (3, 31))]
-    changes = measure_changes(model, blocks, 8, passages)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    changes = measure_changes(model, blocks, 8)
     local = with_global_heads(model, [[], []], 8, changes.sinks)
     values = changes.sinks.values.repeat_interleave(2, dim=1)[:, None]
+    changed = outputs = 0
+    for ids in blocks:
+        calls = attention_inputs(model, ids)
+        before, after = head_outputs(model, calls, ids), head_outputs(local, calls, ids)
+        squares = (before - after - values)[:, 7:].square()
+        changed = changed + squares.unflatten(2, (3, 2)).sum((1, 3, 4))
+        outputs = outputs + before.square().sum((1, 2, 3))
+    torch.testing.assert_close(changes.text, changed / outputs[:, None], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(changes.scores, changes.text / changes.text.sum())
+    assert changes.retrieval is None
 
-    def share(inputs):
-        result = outputs = 0
-        for ids, weights in inputs:
-            calls = attention_inputs(model, ids)
-            before, after = head_outputs(model, calls, ids), head_outputs(local, calls, ids)
-            changed = (before - after - values)[:, -len(weights) :]
-            squares = changed.square() * weights[:, None, None]
-            squares = squares * (torch.arange(len(ids))[-len(weights) :] >= 7)[:, None, None]
-            result = result + squares.unflatten(2, (3, 2)).sum((1, 3, 4))
-            outputs = outputs + (before[:, -len(weights) :].square() * weights[:, None, None]).sum((1, 2, 3))
-        return result / outputs[:, None]
 
-    torch.testing.assert_close(changes.text, share((ids, torch.ones(40)) for ids in blocks), rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(changes.retrieval, share(passages), rtol=1e-6, atol=1e-9)
-    shares = changes.text / changes.text.sum() + changes.retrieval / changes.retrieval.sum()
-    torch.testing.assert_close(changes.scores, shares / 2)
+@torch.no_grad()
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_rise_of_the_loss_is_that_of_heads_between_global_and_local(grouped_model, monkeypatch, softcap):
+    """By small steps away from one half, with dense attention in which the sink is one more key."""
+    model = grouped_model(dtype=torch.float64, engine="eager", attn_logit_softcapping=softcap)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    passages = [(ids, ids.where(torch.arange(200) % 7 == 5, -100)) for ids in torch.randint(97, (2, 200))]
+    changes = measure_changes(model, torch.randint(97, (2, 40)), 8, passages)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any("attend" in vars(layer) for layer in attention_layers(model))
+    assert torch.equal(changes.scores, changes.retrieval / changes.retrieval.abs().sum())
+
+    distance = torch.arange(200)[:, None] - torch.arange(200)
+    parts = torch.full((2, 6, 1, 1), 0.5, dtype=torch.float64)
+    for i, layer in enumerate(attention_layers(model)):
+
+        def attend(query, key, value, *args, i=i, **kwargs):
+            key, value = (x[0].repeat_interleave(2, dim=0) for x in (key, value))
+            logits = query[0] @ key.mT / 12**0.5
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            full = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
+            sink = changes.sinks.logits[i, :, None].where(torch.arange(200) >= 7, -torch.inf)[..., None]
+            logits = torch.cat([logits.masked_fill((distance < 0) | (distance >= 8), -torch.inf), sink], dim=-1)
+            sink_value = changes.sinks.values[i].repeat_interleave(2, dim=0)[:, None]
+            local = logits.softmax(-1) @ torch.cat([value, sink_value], dim=1)
+            return torch.lerp(full, local, parts[i]).transpose(0, 1)[None], None
+
+        monkeypatch.setattr(layer, "attend", attend)
+
+    def loss():
+        total = 0
+        for ids, labels in passages:
+            losses = F.cross_entropy(model(ids[None], use_cache=False).logits[0, :-1], ids[1:], reduction="none")
+            total = total + losses[labels[1:] != -100].mean() + losses[7::8].mean()
+        return total / len(passages)
+
+    for layer, head in itertools.product(range(2), range(3)):
+        of_head, step = parts[layer, 2 * head : 2 * head + 2], 1e-4
+        ends = []
+        for sign in (1, -1):
+            of_head.fill_(0.5 + sign * step)
+            ends.append(loss())
+        of_head.fill_(0.5)
+        torch.testing.assert_close(
+            changes.retrieval[layer, head], (ends[0] - ends[1]) / (2 * step), rtol=1e-5, atol=1e-9
+        )
+
+
+def test_passages_that_no_window_divides_are_refused(grouped_model):
+    with pytest.raises(ValueError, match="passages must be longer than the window of 8 tokens; got 8 tokens"):
+        measure_changes(grouped_model(), torch.randint(97, (2, 40)), 8, [(torch.arange(8), torch.arange(8))])
 
 
 @torch.no_grad()
@@ -310,9 +355,8 @@ def test_head_that_looks_far_back_is_chosen(tiny_model):
                     key = layer.k_proj.weight[12 * head : 12 * (head + 1)]
                     layer.q_proj.weight[24 * head : 24 * (head + 1)] = key.repeat(2, 1)
     blocks = torch.randint(97, (2, 100))
-    for passages in ([], [(ids, torch.ones(5)) for ids in blocks]):
-        changes = measure_changes(model, blocks, 8, passages)
-        assert choose_global_heads(changes.scores, 1) == [[], [2]]
+    changes = measure_changes(model, blocks, 8)
+    assert choose_global_heads(changes.scores, 1) == [[], [2]]
 
 
 def test_choice_of_the_heads_with_the_highest_scores():
@@ -365,14 +409,20 @@ def test_only_models_with_global_heads_alone_are_taken(tiny_model):
         with_global_heads(tiny_model(num_global_heads=6, num_key_value_heads=3), [[0], [3]], 8, sinks)
 
 
-@pytest.mark.parametrize("balance", ["layer", "overall"])
+@pytest.mark.parametrize("balance", ["layer", "overall", "passages"])
 def test_calibrated_choice_beats_first_and_random_heads(balance, converted):
     """
     Random heads are all choices that there are, and the first heads those of the model with its heads in turned order,
-    because the order of heads is chance.
+    because the order of heads is chance. Passages, here of the same text, choose by the loss.
     """
-    model, (_, held_out), by_balance = converted
-    held_out, sinks = held_out[:12], by_balance[balance].changes.sinks
+    model, (blocks, held_out), by_balance = converted
+    held_out, sinks = held_out[:12], by_balance["overall"].changes.sinks
+    if balance == "passages":
+        is_repeated = torch.arange(2 * PASSAGE) >= PASSAGE
+        passages = [(ids, ids.where(is_repeated, -100)) for ids in blocks[:8]]
+        choice = choose_global_heads(measure_changes(model, blocks[:8], WINDOW, passages).scores, COUNT)
+    else:
+        choice = by_balance[balance].global_kv_heads
 
     def evaluate(heads):
         return perplexity(with_global_heads(model, heads, WINDOW, sinks), held_out)
@@ -380,7 +430,7 @@ def test_calibrated_choice_beats_first_and_random_heads(balance, converted):
     sets = list(itertools.combinations(range(HEADS), 2))
     random = [evaluate(heads) for heads in itertools.product(sets, repeat=LAYERS)]
     first = [evaluate([[(turn + i) % HEADS for i in range(2)]] * LAYERS) for turn in range(HEADS)]
-    chosen = evaluate(by_balance[balance].global_kv_heads)
+    chosen = evaluate(choice)
     assert chosen < 1.3 * perplexity(model, held_out)
     assert sum(random) / len(random) > 1.5 * chosen
     assert sum(first) / len(first) > 1.5 * chosen
@@ -407,6 +457,7 @@ def test_command(gpt2, tmp_path, capsys):
     assert f"{after:.3f}" in output
     assert "1,024 tokens" in report
     assert "blocks of the text have no room to hide numbers" in report
+    assert "the squared change of its" in report
     ratio = model.config.kv_cache_bytes(64) / model.config.equal_mhsa().kv_cache_bytes(64)
     cache = next(line for line in report.splitlines() if line.startswith("| 64 | KV cache"))
     assert cache.endswith(f"| {ratio:.1%} |")
@@ -445,6 +496,7 @@ def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     config = with_global_heads(model, calibration.global_kv_heads, 8, calibration.changes.sinks).config
     report = write_report(tmp_path, "a model", "a text", calibration, config).read_text(encoding="utf-8")
     assert "hidden in 2 passages" in report
+    assert "how fast the loss\nrises" in report
     assert "| global heads | perplexity | literal | paraphrased | one of several |" in report
     assert f"{calibration.perplexities['chosen']:.3f} | 0.00 | 0.00 | 0.00 |" in report
 

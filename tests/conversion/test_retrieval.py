@@ -27,7 +27,7 @@ def passages(tokenizer):
 def test_numbers_are_far_from_their_questions(tokenizer, passages):
     for passage in passages:
         text = tokenizer.decode(passage.ids)
-        assert len(passage.with_questions()[0]) + 1 == LENGTH
+        assert len(passage.with_questions()[0]) == LENGTH
         assert [question.kind for question in passage.questions] == list(KINDS)
         for question in passage.questions:
             asked = tokenizer.decode(question.ids)
@@ -55,10 +55,11 @@ def test_neither_depth_nor_text_goes_along_with_anything(tokenizer, passages):
     assert not torch.equal(others[0], others[2]) and not torch.equal(others[1], others[2])
 
 
-def test_weights_select_the_queries_that_predict_digits(tokenizer, passages):
-    ids, weights = passages[0].with_questions()
-    predicted = torch.cat([ids[1:], passages[0].questions[-1].ids[-1:]])[-len(weights) :]
-    digits = tokenizer.decode(predicted[weights.bool()])
+def test_labels_are_the_digits_of_the_answers(tokenizer, passages):
+    ids, labels = passages[0].with_questions()
+    assert torch.equal(ids, torch.cat([passages[0].ids, *(question.ids for question in passages[0].questions)]))
+    assert torch.equal(labels[labels != -100], ids[labels != -100])
+    digits = tokenizer.decode(labels[labels != -100])
     assert digits == "".join(tokenizer.decode(question.ids[-5:]) for question in passages[0].questions)
 
 
