@@ -6,10 +6,12 @@ Shapes: L layers, H query heads, H_kv key/value heads, G query heads per key/val
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
@@ -286,7 +288,7 @@ def _measure_moments(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
 
         return measure_and_attend
 
-    with _replaced_attention(model, measuring):
+    with _replaced(attention_layers(model), "attend", measuring):
         for ids in tqdm(blocks, desc="Measuring heads on text", leave=False):
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return moments
@@ -319,17 +321,19 @@ def _measure_losses(
             local_part = local_parts[i].repeat_interleave(groups)[:, None, None].to(full)
             parts = [full[:, : window - 1]]
             for start, stop in _full_windows(length, window):
-                # What a window's attention weights are computed from takes less memory than they do.
-                states = layer, query, key, value, start, stop, window
-                local, lse = checkpoint(_attend, *states, use_reentrant=False)
+                local, lse = _attend(layer, query, key, value, start, stop, window)
                 local = torch.lerp(values, local, (lse - logits).sigmoid()[..., None])
                 parts.append(torch.lerp(full[:, start:stop], local, local_part))
             return torch.cat(parts, dim=1).transpose(0, 1)[None].to(outputs), weights
 
         return mix
 
+    def checkpointing(block: nn.Module, _) -> Callable:
+        # The backward pass computes a block again, so that the intermediate results of one only are in memory.
+        return partial(checkpoint, block.forward, use_reentrant=False)
+
     rises = []
-    with _replaced_attention(model, mixing):
+    with _replaced(layers, "attend", mixing), _replaced(model.model.layers, "forward", checkpointing):
         for ids, labels in tqdm(passages, desc="Measuring heads on passages", leave=False):
             if len(ids) <= window:
                 raise ValueError(f"passages must be longer than the window of {window} tokens; got {len(ids)} tokens")
@@ -344,16 +348,16 @@ def _measure_losses(
 
 
 @contextlib.contextmanager
-def _replaced_attention(model: LSGPTForCausalLM, replace: Callable[[LSGPTAttention, int], Callable]) -> Iterator[None]:
-    """Within this context, what `replace` returns for each layer and its index stands in for the layer's `attend`."""
-    layers = attention_layers(model)
-    for i, layer in enumerate(layers):
-        layer.attend = replace(layer, i)
+def _replaced(modules: Iterable[nn.Module], name: str, replace: Callable[[Any, int], Callable]) -> Iterator[None]:
+    """Within this context, what `replace` returns for each module and its index stands in for the method `name`."""
+    modules = list(modules)
+    for i, module in enumerate(modules):
+        setattr(module, name, replace(module, i))
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.attend
+        for module in modules:
+            delattr(module, name)
 
 
 def _full_windows(length: int, window: int) -> Iterator[tuple[int, int]]:
