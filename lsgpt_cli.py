@@ -148,7 +148,7 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Convert another model's checkpoint to an LSGPT checkpoint with the same logits: Llama, Mistral, "
         "Qwen2, Qwen3, OLMo-2, OLMo-3, Gemma 2, Gemma 3, Phi-3, GPT-2, nanoGPT, or the paper's code. Tokenizer, chat "
         "template and generation configuration are carried over. Heads of a pretrained model can be made local: those "
-        "whose output changes least on your text.",
+        "that your text needs least.",
         allow_abbrev=False,
     )
     convert.add_argument(
@@ -186,8 +186,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--balance",
         choices=("overall", "layer"),
         default="overall",
-        help="overall: keep the N heads global that change most, wherever they are; layer: keep the same number in "
-        "each layer, those that change most there; default: %(default)s",
+        help="overall: keep the N most needed heads global, wherever they are; layer: keep the same number in "
+        "each layer, the most needed ones there; default: %(default)s",
     )
     convert.add_argument(
         "--max-blocks",

@@ -36,8 +36,8 @@ def convert(
     LSGPT checkpoint with the same logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
     generation configuration are carried over; licence and origin are written into the metadata of a README.md.
 
-    With a text, some heads become local and get sinks: those whose output changes least. The change is measured on one
-    part of the text, and perplexity and retrieval before and after on the other. `report.md` shows the results. How
+    With a text, some heads become local and get sinks: those that the loss needs least. This is measured on one part
+    of the text, and perplexity and retrieval before and after on the other. `report.md` shows the results. How
     many heads become local, and how many tokens they see, follows from `cache_share`, or is given instead.
 
     Args:

@@ -426,7 +426,7 @@ def _check_all_global(model: LSGPTForCausalLM):
 
 def choose_global_heads(scores: torch.Tensor, count: int, balance: str = "overall") -> list[list[int]]:
     """
-    Chooses the key/value heads that stay global: those that would change most if they became local.
+    Chooses the key/value heads that stay global: those with the highest scores.
 
     Args:
         scores (`(L, H_kv)`): Such as `HeadChanges.scores`.

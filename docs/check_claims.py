@@ -6,6 +6,7 @@ It imports nothing of `lsgpt`, so that it can find mistakes in the code that wri
 of a page with its figures left out, and the figures as computed here. A figure that no check covers is a fault, too.
 """
 
+import itertools
 import json
 import math
 import re
@@ -249,6 +250,43 @@ def prose(page: str, text: str, *figures: str | float) -> Check:
 
 RATES = ("0.001", "0.003", "0.01", "0.03", "0.1")
 
+COPYING_RATES, CAP = ("0.001", "0.002", "0.004"), 6000
+"""Of the study time-to-learn; runs that needed more steps than `CAP` were stopped."""
+
+
+def steps_of(count: int) -> list[float]:
+    """How many steps copying took with so many global heads at the rate with the smallest median, over seeds."""
+    columns = (
+        [math.inf if run["steps"] is None else run["steps"] for run in results("time-to-learn")[arm].values()]
+        for arm in (f"copy-{count}-lr{rate}" for rate in COPYING_RATES)
+    )
+    return min(columns, key=statistics.median)
+
+
+def surplus(first: Sequence[float], second: Sequence[float]) -> float:
+    """How many more runs of the first group have learned than if both were equal, summed up over the steps."""
+    total = 0.0
+    for step in sorted({x for x in (*first, *second) if x <= CAP}):
+        at_risk = [sum(x >= step for x in group) for group in (first, second)]
+        learned = [group.count(step) for group in (first, second)]
+        total += learned[0] - sum(learned) * at_risk[0] / sum(at_risk)
+    return total
+
+
+def sooner_row(start: str, first: int, second: int) -> Check:
+    """A row on copying with two numbers of global heads: medians, and the exact log-rank test."""
+    groups = steps_of(first), steps_of(second)
+    runs = [*groups[0], *groups[1]]
+    observed, extreme, ways = surplus(*groups), 0, list(itertools.combinations(range(len(runs)), len(groups[0])))
+    for chosen in ways:
+        divided = [runs[i] for i in chosen], [runs[i] for i in range(len(runs)) if i not in chosen]
+        extreme += abs(surplus(*divided)) >= abs(observed) - 1e-9
+    p = extreme / len(ways)
+    verdict = "inconclusive" if p >= 0.05 else "supported" if observed > 0 else "contradicted"
+    medians = [f"{statistics.median(group):,.0f}" for group in groups]
+    figures = [*medians, f"{p:.2g}", str(len(groups[0])), verdict]
+    return Check(CLAIMS, f"|{start}*|{{}} and {{}} steps, p = {{}}|{{}}|<verdict>|", figures)
+
 
 def checks_of_logits() -> list[Check]:
     """Are attention logits kept small?"""
@@ -374,6 +412,9 @@ def checks_of_heads() -> list[Check]:
         loss_row("[Heads of one layer]", difference(layers, "one-spread", whole_layer)),
         each_run("[Recall", enough, 3, "supported" if worst > 0.5 else "contradicted"),
         row("Recall learned sooner", minus(far["recall-1"], with_six), 1),
+        sooner_row("[Copying]", 1, 6),
+        sooner_row("Copying learned sooner: with three", 3, 6),
+        sooner_row("Copying learned sooner: with two", 2, 1),
     ]
 
 
