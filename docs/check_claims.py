@@ -72,9 +72,9 @@ def results(study: str) -> dict[str, dict[int, dict]]:
 
 
 @cache
-def lines_of(study: str) -> list[dict]:
+def lines_of(study: str, name: str = "runs") -> list[dict]:
     """The lines of a study's file of runs."""
-    text = (ROOT / "studies" / "results" / study / "runs.jsonl").read_text(encoding="utf-8")
+    text = (ROOT / "studies" / "results" / study / f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -395,6 +395,8 @@ def checks_of_heads() -> list[Check]:
     low, high = [[loss_of(f"w{window}") for window in windows] for windows in ((4, 8, 12, 24), (48, 96, 256))]
     assert by_count[:3] == sorted(map(loss_of, ("g0", "w12", "g3"))) and by_count[-1] == loss_of("g6")
     bounds = [decimal(x, 2) for x in (min(low), max(low), min(high), max(high))]
+    lower_rate = [run["values"]["steps"] for run in lines_of("time-to-learn", "lower-rate")]
+    assert len(lower_rate) == 5 and max(lower_rate) <= CAP
     none = max(statistics.fmean(far[f"{task}-0"].values()) for task in ("recall", "copy", "needle"))
     return [
         prose(
@@ -413,6 +415,7 @@ def checks_of_heads() -> list[Check]:
         each_run("[Recall", enough, 3, "supported" if worst > 0.5 else "contradicted"),
         row("Recall learned sooner", minus(far["recall-1"], with_six), 1),
         sooner_row("[Copying]", 1, 6),
+        prose(CLAIMS, "At half of it (later), they needed {} steps.", f"{statistics.median(lower_rate):,.0f}"),
         sooner_row("Copying learned sooner: with three", 3, 6),
         sooner_row("Copying learned sooner: with two", 2, 1),
     ]
