@@ -285,7 +285,7 @@ def sooner_row(start: str, first: int, second: int) -> Check:
     verdict = "inconclusive" if p >= 0.05 else "supported" if observed > 0 else "contradicted"
     medians = [f"{statistics.median(group):,.0f}" for group in groups]
     figures = [*medians, f"{p:.2g}", str(len(groups[0])), verdict]
-    return Check(CLAIMS, f"|{start}*|{{}} and {{}} steps, p = {{}}|{{}}|<verdict>|", figures)
+    return Check(CLAIMS, f"|{start}*|{{}}, {{}} steps, p = {{}}|{{}}|<verdict>|", figures)
 
 
 def checks_of_logits() -> list[Check]:
@@ -415,9 +415,9 @@ def checks_of_heads() -> list[Check]:
         each_run("[Recall", enough, 3, "supported" if worst > 0.5 else "contradicted"),
         row("Recall learned sooner", minus(far["recall-1"], with_six), 1),
         sooner_row("[Copying]", 1, 6),
-        prose(CLAIMS, "At half of it (later), they needed {} steps.", f"{statistics.median(lower_rate):,.0f}"),
-        sooner_row("Copying learned sooner: with three", 3, 6),
-        sooner_row("Copying learned sooner: with two", 2, 1),
+        prose(CLAIMS, "at half the lowest rate (later), six needed {}.", f"{statistics.median(lower_rate):,.0f}"),
+        sooner_row("Copying: three", 3, 6),
+        sooner_row("Copying: two", 2, 1),
     ]
 
 
