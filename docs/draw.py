@@ -127,8 +127,13 @@ def conversion(figure: Figure, scheme: str):
     left.set_xlabel("perplexity, relative to the source")
     left.margins(x=0.12)
     left.set_ylim(-0.02, 1)
-    styles = {"source": (GLOBALS[scheme], "-"), "converted": (LOCAL, "--"), "healed": (LOCAL, "-")}
-    styles["35% of the cache"] = LOCAL, ":"
+    styles = {
+        "source": (GLOBALS[scheme], "-"),
+        "converted": (LOCAL, "--"),
+        "earlier choice": (LOCAL, "-."),
+        "earlier, healed": (LOCAL, "-"),
+        "earlier, 35%": (LOCAL, ":"),
+    }
     rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
     lengths, ends = sorted(map(int, rows[0]["retrieval"])), {}
     for row, (name, (color, style)) in zip(rows, styles.items(), strict=True):
