@@ -110,7 +110,7 @@ def calibrate(
     begin = time.perf_counter()
     perplexity(model, pieces[:1])
     # Measuring computes the attention of windows again, without a fast kernel, and on passages also gradients.
-    passes = 1.5 * len(pieces) + 5 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
+    passes = 1.5 * len(pieces) + 5.5 * len(passages) + 2 * (len(held_out) * block_size / length + len(questions))
     print(f"Calibration takes about {math.ceil((time.perf_counter() - begin) * passes / 60)} min", flush=True)
 
     changes = measure_changes(model, pieces, window, [passage.with_questions() for passage in passages])
