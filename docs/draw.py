@@ -120,34 +120,36 @@ def conversion(figure: Figure, scheme: str):
         name, place = row["method"], (row["perplexity_ratio"], row["exact"])
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
         left.plot(*place, "o", color=color)
-        turned = {"rotation": 50 * (color == BASELINE), "rotation_mode": "anchor", "fontsize": 9}
-        left.annotate(name, place, (5, 4), textcoords="offset points", color=color, **turned)
+        beside = {"xytext": (5, 4), "rotation": 50, "rotation_mode": "anchor"}
+        below = {"xytext": (0, -15), "ha": "center"}
+        text = beside if color == BASELINE else below
+        left.annotate(name, place, textcoords="offset points", color=color, fontsize=9, **text)
     share = next(row["cache_ratio"] for row in result["rows"] if row["method"] == "LSGPT")
     left.set_title(f"numbers found with {share:.0%} of the cache, {result['length']:,} tokens")
     left.set_xlabel("perplexity, relative to the source")
     left.margins(x=0.12)
     left.set_ylim(-0.02, 1)
     styles = {
-        "source": (GLOBALS[scheme], "-"),
-        "converted": (LOCAL, "--"),
-        "earlier choice": (LOCAL, "-."),
-        "earlier, healed": (LOCAL, "-"),
-        "earlier, 35%": (LOCAL, ":"),
+        "smollm2.gguf": ("source", GLOBALS[scheme], "-"),
+        "smollm2-ls": ("converted", LOCAL, "-"),
+        "smollm2-ls-35": ("converted, 35%", LOCAL, ":"),
+        "smollm2-ls-healed": ("healed (earlier)", LOCAL, "--"),
     }
     rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
     lengths, ends = sorted(map(int, rows[0]["retrieval"])), {}
-    for row, (name, (color, style)) in zip(rows, styles.items(), strict=True):
+    for row in rows:
+        if row["model"] not in styles:
+            continue
+        name, color, style = styles[row["model"]]
         found = [
             fmean(x["exact"] for kind, x in row["retrieval"][str(n)].items() if kind != "passages") for n in lengths
         ]
         right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
-        ends[name] = found[-1]
+        ends[name] = found[-1], color
     place = math.inf
-    for name in sorted(ends, key=ends.get, reverse=True):  # one below the other
-        place = min(place - 0.06, ends[name])
-        right.annotate(
-            name, (lengths[-1], place), (7, 0), textcoords="offset points", color=styles[name][0], va="center"
-        )
+    for name, (end, color) in sorted(ends.items(), key=lambda item: -item[1][0]):  # one below the other
+        place = min(place - 0.06, end)
+        right.annotate(name, (lengths[-1], place), (7, 0), textcoords="offset points", color=color, va="center")
     right.set_title(f"by length, with {rows[1]['cache']['ratio']:.0%} of the cache")
     right.set_xscale("log", base=2)
     right.set_xlim(right=lengths[-1] * 3.6)

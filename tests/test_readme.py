@@ -153,11 +153,13 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         row["method"]: row["exact"]
         for row in json.loads(read("benchmarks/results/quality/cache_methods.json"))["rows"]
     }
-    source, whole, duo = (f"{found.pop(name):.2f}" for name in ("source", "LSGPT", "DuoAttention"))
-    assert f"the source finds {source}, the conversion {whole}" in related
-    assert f"with the same heads {duo}, the others at most {max(found.values()):.2f}" in related
-    assert f"at most {max(found.values()):.2f} of the numbers" in measurements
-    assert f"finds {duo}, LSGPT {whole}" in measurements
+    ours, layers, duo, source = (
+        f"{found.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source")
+    )
+    assert f"the source finds {source}, the conversion {ours}, DuoAttention with the same heads {duo}" in related
+    assert f"whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
+    assert f"drop tokens find at most {max(found.values()):.2f} of the numbers" in measurements
+    assert f"find {layers}, and LSGPT {ours} " in measurements and f"of this conversion, finds {duo}:" in measurements
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
