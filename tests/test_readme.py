@@ -167,7 +167,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"the source finds {source}, the conversion {ours}, DuoAttention with the same heads {duo}" in related
     assert f"whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
     assert f"drop tokens find at most {max(found.values()):.2f} of the numbers" in measurements
-    assert f"find {layers}, and LSGPT {ours} " in measurements and f"of this conversion, finds {duo}:" in measurements
+    assert f"find {layers}, and LSGPT {ours}." in measurements and f"of this conversion, finds {duo}:" in measurements
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
