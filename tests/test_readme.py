@@ -101,11 +101,13 @@ def test_numbers_at_the_top_are_those_of_the_results():
     cache = (kept + (total - kept) * window / 8192) / total
     assert f"**{cache:.0%} of the KV cache**" in top and "at 8,192 tokens" in top
     source, converted, _, _, larger = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    perplexity = converted["perplexity"]["2048"]
-    assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["2048"]["value"])
+    perplexity = converted["perplexity"]["8192"]
+    assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["8192"]["value"])
+    assert perplexity["tokens"] == 5 * 8192 and "here on five texts of that length" in top
     more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
     assert re.search(rf"for {more:.1%} more perplexity \([^)]*95% interval: {low:.1%} to {high:.1%}\)", top)
-    assert f"With 35%, it is {larger['perplexity']['2048']['ratio'] - 1:.1%}, and numbers hidden" in top
+    more = larger["perplexity"]["8192"]["ratio"] - 1
+    assert f"With 35%, it is {more:.1%}, and hidden numbers are found as often as before." in top
     assert larger["cache"]["ratio"] == pytest.approx(0.35, abs=0.005)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
@@ -129,6 +131,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     )
     rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
     _, ours, _, healed, larger = (f"{row['perplexity']['2048']['ratio']:.3f}" for row in rows)
+    _, ours_long, _, healed_long, larger_long = (f"{row['perplexity']['8192']['ratio']:.3f}" for row in rows)
     healing = json.loads(read("benchmarks/results/quality/healing.json"))
     assert round(healing["train_seconds"] / 3600, 1) == 1.5 and healing["step"] == 110
     kinds = ("literal", "paraphrased", "one of several")
@@ -136,7 +139,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         [f"{statistics.fmean(row['retrieval'][n][kind]['exact'] for kind in kinds):.2f}" for row in rows]
         for n in ("4096", "8192")
     )
-    assert f"{ours} of the source's in blocks of 2,048 tokens, {healed} healed" in measurements
+    assert f"{ours} of the source's in blocks of 2,048 tokens, {healed} healed (" in measurements
+    assert f"healed ({ours_long} and {healed_long} in blocks of 8,192)" in measurements
     found = f"finds {at_4096[0]} of the numbers in passages of 4,096 tokens, and the conversion {at_4096[1]}; of 8,192"
     assert f"{found} tokens, {at_8192[0]} and {at_8192[1]}." in measurements
     earlier = (
@@ -147,7 +151,9 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         for kind in kinds:
             ours_now, ours_before = (rows[i]["retrieval"][n][kind]["interval"] for i in (1, 2))
             assert max(ours_now[0], ours_before[0]) <= min(ours_now[1], ours_before[1])
-    assert f"perplexity is {larger} of the source's, and {at_4096[4]} and {at_8192[4]} are found" in measurements
+    long_blocks = f"({larger_long} in blocks of 8,192)"
+    found = f"and {at_4096[4]} and {at_8192[4]} are found"
+    assert f"perplexity is {larger} of the source's {long_blocks}, {found}" in measurements
     correct, of_source = (
         round(sum(x["passages"] * x[kind]["exact"] for x in rows[i]["retrieval"].values() for kind in kinds))
         for i in (4, 0)
@@ -155,8 +161,10 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     answers = sum(x["passages"] * len(kinds) for x in rows[0]["retrieval"].values())
     assert f"{correct} of all {answers} answers are correct, {of_source} of the source's" in measurements
     assert correct >= of_source  # "as often as before", on the front page
-    assert f"perplexity {ours} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]} found" in choosing
-    assert f"(0.35 of the cache), {larger} and {at_8192[4]} |" in choosing
+    assert (
+        f"perplexity {ours_long} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]} found" in choosing
+    )
+    assert f"(0.35 of the cache), {larger_long} and {at_8192[4]} |" in choosing
     found = {
         row["method"]: row["exact"]
         for row in json.loads(read("benchmarks/results/quality/cache_methods.json"))["rows"]
