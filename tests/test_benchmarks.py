@@ -96,6 +96,17 @@ def test_pages_show_the_committed_results():
     assert "".join(pages).count("<!-- table: ") == len(script["TABLES"])
 
 
+def test_pictures_are_those_of_the_results(tmp_path):
+    docs = Path(__file__).parents[1] / "docs"
+    script = runpy.run_path(str(docs / "draw.py"))
+    for name in script["PICTURES"]:
+        script["draw"](name, tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert len(drawn) == 2 * len(script["PICTURES"])
+    for name, picture in drawn.items():
+        assert picture == (docs / "pictures" / name).read_text(encoding="utf-8"), "run `python docs/draw.py`"
+
+
 def git(folder, *arguments):
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
