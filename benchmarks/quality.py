@@ -4,7 +4,7 @@
 
 - Perplexity in blocks of 2,048 and of 8,192 tokens, at least 200,000 tokens each, with the loss by position.
 - Retrieval from passages of 1,024 to 8,192 tokens, 100 of each length, see `lsgpt.conversion.retrieval`. An answer is
-  right if all digits are.
+  right if all digits are. All passages together also give the answers by how far back the number is.
 - Bytes of a real key/value cache after the longest passage.
 
 Every block and passage is saved as soon as it is measured, in a `.jsonl` file beside the result, and is not measured
@@ -41,6 +41,8 @@ from .record import OUTPUT, begin_result, write_result
 ROUNDS = 20
 BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Where the intervals of positions begin for which the loss is listed."""
+FAR = (1024, 2048)
+"""Retrieval is also listed for numbers that are at least so many tokens before their question."""
 
 
 def load(name: str) -> PreTrainedModel:
@@ -104,7 +106,7 @@ def measure_block(model: PreTrainedModel, ids: torch.Tensor) -> dict:
 def measure_passage(model: PreTrainedModel, passage, with_bytes: bool) -> dict:
     """Asks the questions of a passage: whether each digit of each answer is right. With the bytes of a real cache."""
     found: dict[str, Any] = {"right": dict(zip([q.kind for q in passage.questions], ask(model, passage)))}
-    found["depths"] = {question.kind: round(question.depth, 4) for question in passage.questions}
+    found["distances"] = {question.kind: question.distance for question in passage.questions}
     if with_bytes:
         cache = read(model, passage.ids)
         # The memory of what left a window in the prompt is freed with the next token.
@@ -129,6 +131,7 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
     common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
     for model in models:
         row: dict[str, Any] = {"model": model, "perplexity": {}, "retrieval": {}}
+        asked: list[tuple[dict, dict]] = []
         for kind, size in sorted({task[:2] for task in common}):
             tasks = sorted(task for task in common if task[:2] == (kind, size))
             pairs = [(found[(model, *task)], found[(models[0], *task)]) for task in tasks]
@@ -152,22 +155,35 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
                     },
                 }
             else:
-                row["retrieval"][str(size)] = {"passages": len(pairs)}
-                for question in pairs[0][0]["right"]:
-                    ours, theirs = ([x["right"][question] for x in each] for each in zip(*pairs))
-                    right, of_source = (sum(map(all, answers)) for answers in (ours, theirs))
-                    row["retrieval"][str(size)][question] = {
-                        "exact": right / len(pairs),
-                        "interval": interval(right, len(pairs)),
-                        "ratio": right / of_source if of_source else None,
-                        "digits": statistics.mean(statistics.mean(answer) for answer in ours),
-                    }
+                row["retrieval"][str(size)] = {"passages": len(pairs)} | _count(pairs)
+                asked += pairs
                 if "bytes" in pairs[0][0]:
                     mine, of_source = (item["bytes"] for item in pairs[0])
                     tokens = pairs[0][0]["cached_tokens"]
                     row["cache"] = {"tokens": tokens, "bytes": mine, "ratio": mine / of_source}
+        row["far"] = {str(distance): _count(asked, distance) for distance in FAR}
         rows.append(row)
     return rows
+
+
+def _count(pairs: list[tuple[dict, dict]], distance: int = 0) -> dict[str, dict]:
+    """
+    Counts the correct answers to each kind of question whose number is at least `distance` tokens back. A pair holds
+    what was measured with a model and with the source.
+    """
+    counts = {}
+    for kind in pairs[0][0]["right"] if pairs else ():
+        far = [[x["right"][kind] for x in pair] for pair in pairs if pair[0]["distances"][kind] >= distance]
+        if far:
+            right, of_source = (sum(map(all, answers)) for answers in zip(*far))
+            counts[kind] = {
+                "questions": len(far),
+                "exact": right / len(far),
+                "interval": interval(right, len(far)),
+                "ratio": right / of_source if of_source else None,
+                "digits": statistics.mean(statistics.mean(answer) for answer, _ in far),
+            }
+    return counts
 
 
 def format_rows(rows: list[dict]) -> str:

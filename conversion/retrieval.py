@@ -39,8 +39,8 @@ class Question(NamedTuple):
     """`(m,)` token ids of the question and the number that answers it."""
     answer_length: int
     """How many tokens at the end hold the digits of the number."""
-    depth: float
-    """Where in the passage the number is: 0 is the beginning, 1 the last place that counts as far back."""
+    distance: int
+    """How many tokens are between the sentence with the number and the question."""
 
 
 class Passage(NamedTuple):
@@ -73,7 +73,7 @@ def make_passages(
     Makes passages of text that hide a number for a question of each kind, at random places.
 
     Which text, numbers and places a passage has depends on the seed, its length and its index alone, so that neither
-    length nor depth goes along with a text.
+    length nor distance goes along with a text.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -112,13 +112,13 @@ def make_passages(
         filler = text[start : start + room]
         places = sorted(chance.randrange(room - distance + 1) for _ in needles)
         order = chance.sample(range(len(needles)), len(needles))
-        parts, begin, depths = [], 0, {}
+        parts, begin, positions = [], 0, {}
         for place, which in zip(places, order):
             parts += [filler[begin:place], needles[which]]
-            begin, depths[hidden[which]] = place, place / max(room - distance, 1)
+            begin, positions[hidden[which]] = place, sum(map(len, parts))
         ids = torch.cat([*parts, filler[begin:]])
         questions = [
-            Question(kind, end, _count_digit_tokens(tokenizer, end), depths[kind, name])
+            Question(kind, end, _count_digit_tokens(tokenizer, end), len(ids) - positions[kind, name])
             for (kind, name), end in zip(asks, ends)
         ]
         passages.append(Passage(ids, questions, start + room))

@@ -145,6 +145,11 @@ def quality() -> str:
             found = [row["retrieval"][size][kind] for row in results]
             cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
             lines.append([f"{kind}, {of_source['passages']} passages of {int(size):,} tokens", *cells])
+    for distance, of_source in first["far"].items():
+        for kind in of_source:
+            found = [row["far"][distance][kind] for row in results]
+            cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
+            lines.append([f"{kind}, {found[0]['questions']} at least {int(distance):,} tokens back", *cells])
     header = " | ".join(["", *(f"`{row['model']}`" for row in results)])
     return with_sources(header, lines, "quality/quality.json")
 

@@ -297,11 +297,11 @@ texts); and where heads look (4 texts). Nothing is said about global heads in te
     arms = {name: SHIPPED[name] for name in ("mhsa", "ls", "local-only")}
 
 
-def _growth(run: dict) -> float:
-    """The largest logit of the last tenth of the steps over that of the second tenth, in doublings."""
-    logits = [value for _, value in run["curves"]["max_logit"]]
-    tenth = max(1, len(logits) // 10)
-    return math.log2(np.max(logits[-tenth:]) / np.max(logits[tenth : 2 * tenth]))
+def growth(run: dict) -> float:
+    """The largest logit in the last tenth of the steps over that in the second tenth, in doublings."""
+    curve, tenth = run["curves"]["max_logit"], run["step"] / 10
+    second = max(logit for step, logit in curve if tenth < step <= 2 * tenth)
+    return math.log2(max(logit for step, logit in curve if step > 9 * tenth) / second)
 
 
 def _fall(run: dict) -> float:
@@ -327,11 +327,11 @@ plateau; nothing diverges, and the spike scores are equal."""
     changes = """\
 Until all runs had been made, the criteria were two standard errors of the difference between means, by which the
 claim about the last of these losses was decided; they were replaced by paired intervals. That the gap closes was
-examined after the runs."""
+examined after the runs. Growth used to be that between tenths of the recorded points, not of the steps."""
     comparisons = {
         "no-explosion": explodes("paper: above 200 and below 50", "mhsa", "ls", 200),
         "no-growth": Comparison(
-            "paper", Metric("the growth of the largest logit, in doublings,", _growth, 2), "ls", "mhsa"
+            "paper", Metric("the growth of the largest logit, in doublings,", growth, 2), "ls", "mhsa"
         ),
         "divergence": DIVERGES,
         "lower-loss": Comparison("paper", LOSS, "ls", "mhsa"),

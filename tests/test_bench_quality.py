@@ -141,6 +141,26 @@ def test_intervals():
     assert ours["perplexity"]["11"]["interval"] == pytest.approx([math.exp(2 - half), math.exp(2 + half)], rel=1e-3)
 
 
+def test_numbers_far_back():
+    """The same answers by how far back the number is; a passage where nothing is far back counts nowhere."""
+    correct = {
+        "source": [[True, True], [True, True], [True, False]],
+        "ours": [[True, True], [False, True], [True, True]],
+    }
+    found = {
+        (name, "retrieval", size, 0): {"right": {"literal": answer}, "distances": {"literal": distance}}
+        for name, answers in correct.items()
+        for answer, (size, distance) in zip(answers, [(1024, 600), (2048, 1500), (4096, 3000)])
+    }
+    rows = quality.summarize(list(correct), found)
+    source, ours = ({n: row["far"][n]["literal"] for n in ("1024", "2048")} for row in rows)
+    assert [source[n]["questions"] for n in source] == [2, 1]
+    assert [source[n]["exact"] for n in source] == [0.5, 0.0]
+    assert [ours[n]["exact"] for n in ours] == [0.5, 1.0]
+    assert [ours[n]["ratio"] for n in ours] == [1.0, None]
+    assert rows[1]["retrieval"]["2048"]["literal"]["exact"] == 0.0
+
+
 def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     """Without kvpress: the conversion, the same bytes as whole layers, and another checkpoint."""
     monkeypatch.chdir(folder)

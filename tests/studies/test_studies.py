@@ -19,6 +19,7 @@ from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.comparisons import format_values
 from lsgpt.studies.equal_time import rate_at
 from lsgpt.studies.grid import sensitivity
+from lsgpt.studies.long_runs import growth
 from lsgpt.studies.measurements import losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file
@@ -283,6 +284,12 @@ def test_sensitivity_is_the_mean_over_rates_less_the_best():
     }
     finding = study.comparisons["less-sensitive"].judge(runs)
     assert finding.verdict == "contradicted" and finding.effect == pytest.approx((3.0 + 2.9 + 2.8) / 3 / 5)
+
+
+def test_growth_compares_tenths_of_the_steps():
+    """With points that are not spread evenly, of which the last one of the second tenth is the largest there."""
+    curve = [[100, 9.0], [110, 1.0], [190, 1.5], [200, 2.0], [210, 9.0], [900, 9.0], [910, 16.0], [1000, 12.0]]
+    assert growth({"step": 1000, "curves": {"max_logit": curve}}) == 3.0
 
 
 def test_plots_know_global_from_local_heads():

@@ -46,7 +46,7 @@ def test_queries_and_keys_are_fitted_to_a_target():
     windowed = fit(target, visible_pairs(48, 6), 4, 150, torch.Generator().manual_seed(1))
     assert 0 < after["divergence"] < before["divergence"] / 2
     assert after["max_logit"] > before["max_logit"]
-    # The window is given, and need not be learnt.
+    # The window is given, and need not be learned.
     assert 0 < windowed["divergence"] < after["divergence"]
     assert windowed["max_logit"] < after["max_logit"]
     # Queries and keys that are all zero express uniform attention.
