@@ -173,8 +173,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--cache-share",
         metavar="SHARE",
         type=float,
-        help="instead of these two: size of the key/value cache at 8,192 tokens as a share of the source's; default "
-        "with --calibrate: 0.2",
+        help="instead of these two: size of the key/value cache at 8,192 tokens as a fraction of the source's; "
+        "default with --calibrate: 0.2",
     )
     convert.add_argument(
         "--calibrate",
@@ -194,8 +194,8 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=_positive_int,
         default=4,
-        help="maximum number of blocks of text (up to 2,048 tokens each) to measure heads on, and again to evaluate "
-        "on; default: %(default)s",
+        help="maximum number of blocks of text (2,048 tokens, for wide windows up to 4,096) to measure heads on, "
+        "and again to evaluate on; default: %(default)s",
     )
     convert.set_defaults(run=_convert)
 
