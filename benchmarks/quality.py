@@ -215,6 +215,11 @@ def _read(path: Path, identity: str) -> dict[tuple, dict]:
             raise ValueError(
                 f"`--output` must be new for another text or distance; {str(path)!r} has measurements of others"
             )
+        if item["kind"] == "retrieval" and "distances" not in item:
+            raise ValueError(
+                f"`--output` must be new: {str(path)!r} was written by an earlier version, which did not record how "
+                "far back a number is"
+            )
         found[item["model"], item["kind"], item["size"], item["index"]] = item
     return found
 

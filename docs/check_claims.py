@@ -321,7 +321,7 @@ def checks_of_logits() -> list[Check]:
         ),
         row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 2),
         row("[Rate 0.03]", doublings("learning-rates", "ls-lr0.03", "mhsa-lr0.03"), -1, 2),
-        prose(CLAIMS, "`ls` has larger logits at the rates {}, {} and {} (of five)", *above),
+        prose(CLAIMS, "At the rates {}, {} and {}, `ls` has larger logits", *above),
         row("[RoPE]*largest logit", doublings("positions", "ls-rope", "mhsa-rope"), -1, 2),
         row("No positions: largest logit", doublings("positions", "ls-none", "mhsa-none"), -1, 2),
         prose(

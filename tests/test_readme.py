@@ -135,32 +135,34 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     healing = json.loads(read("benchmarks/results/quality/healing.json"))
     assert round(healing["train_seconds"] / 3600, 1) == 1.5 and healing["step"] == 110
     kinds = ("literal", "paraphrased", "one of several")
-    at_4096, at_8192 = (
-        [f"{statistics.fmean(row['retrieval'][n][kind]['exact'] for kind in kinds):.2f}" for row in rows]
-        for n in ("4096", "8192")
+    at_8192 = [f"{statistics.fmean(row['retrieval']['8192'][kind]['exact'] for kind in kinds):.2f}" for row in rows]
+    near, far = (
+        [[round(row["far"][n][kind]["questions"] * row["far"][n][kind]["exact"]) for kind in kinds] for row in rows]
+        for n in ("1024", "2048")
     )
+    total_near, total_far = (sum(rows[0]["far"][n][kind]["questions"] for kind in kinds) for n in ("1024", "2048"))
     assert f"{ours} of the source's in blocks of 2,048 tokens, {healed} healed (" in measurements
     assert f"healed ({ours_long} and {healed_long} in blocks of 8,192)" in measurements
-    found = f"finds {at_4096[0]} of the numbers in passages of 4,096 tokens, and the conversion {at_4096[1]}; of 8,192"
-    assert f"{found} tokens, {at_8192[0]} and {at_8192[1]}." in measurements
-    earlier = (
-        f"it found {at_4096[2]} and {at_8192[2]} (the intervals overlap), and {at_4096[3]} and {at_8192[3]} healed"
-    )
+    assert (
+        f"of {total_near} numbers at least 1,024 tokens back, the source finds {sum(near[0])} and the conversion "
+        f"{sum(near[1])}, fewer literal ({near[1][0]} instead of {near[0][0]}) and paraphrased ({near[1][1]} instead "
+        f"of {near[0][1]}), more of several ({near[1][2]} instead of {near[0][2]})"
+    ) in measurements
+    earlier = f"it found {sum(near[2])} (the intervals overlap), and {sum(near[3])} healed"
     assert earlier in measurements
+    for kind in kinds:
+        ours_now, ours_before = (rows[i]["far"]["1024"][kind]["interval"] for i in (1, 2))
+        assert max(ours_now[0], ours_before[0]) <= min(ours_now[1], ours_before[1])
     for n in ("4096", "8192"):
         for kind in kinds:
             ours_now, ours_before = (rows[i]["retrieval"][n][kind]["interval"] for i in (1, 2))
             assert max(ours_now[0], ours_before[0]) <= min(ours_now[1], ours_before[1])
-    long_blocks = f"({larger_long} in blocks of 8,192)"
-    found = f"and {at_4096[4]} and {at_8192[4]} are found"
-    assert f"perplexity is {larger} of the source's {long_blocks}, {found}" in measurements
-    correct, of_source = (
-        round(sum(x["passages"] * x[kind]["exact"] for x in rows[i]["retrieval"].values() for kind in kinds))
-        for i in (4, 0)
+    assert f"perplexity is {larger} of the source's ({larger_long} in blocks of 8,192)" in measurements
+    found = (
+        f"Of {total_far} numbers at least 2,048 tokens back, beyond its windows, it finds {sum(far[4])}, the source"
     )
-    answers = sum(x["passages"] * len(kinds) for x in rows[0]["retrieval"].values())
-    assert f"{correct} of all {answers} answers are correct, {of_source} of the source's" in measurements
-    assert correct >= of_source  # "as often as before", on the front page
+    assert f"{found} {sum(far[0])}." in measurements
+    assert sum(far[4]) >= sum(far[0])  # "as often as before", on the front page
     assert (
         f"perplexity {ours_long} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]} found" in choosing
     )
