@@ -39,7 +39,7 @@ class Grid(TrainingStudy):
         if self.lines:
             pattern, xlabel = self.lines
             losses, logits = (over(runs, pattern, metric) for metric in (LOSS, LOGIT))
-            loss, logit = "final validation loss (nats per token)", "largest |logit| in training"
+            loss, logit = "final validation loss (nats per token)", "largest |logit| on the way"
             sections += [
                 plot(folder / "loss.png", losses, xlabel, loss, log_x=True),
                 plot(folder / "max_logit.png", logits, xlabel, logit, log_x=True, log_y=True),

@@ -286,7 +286,7 @@ def spike_score(values: Sequence[float], window: int = 128, deviations: float = 
 
 FINAL = {
     "final validation loss (nats per token)": LOSS,
-    "largest logit in training": Metric("", "max_logit", 1),
+    "largest logit on the way": Metric("", "max_logit", 1),
     "spike score": Metric("", "spike_score", 5),
 }
 """The final figures of training runs."""

@@ -137,7 +137,7 @@ and the rate."""
             f"no-head-{task}": Bounds(
                 "a check of the test itself",
                 tuple(Limit(arm_of(task, 0, rate), STEPS, above=CAP) for rate in RATES),
-                claim=f"without a global head, the far past is never learned ({task})",
+                claim=f"without a global head, the far past is never learnt ({task})",
             )
             for task in TASKS
         },
@@ -146,15 +146,9 @@ and the rate."""
                 source, STEPS, tuned(task, first), tuned(task, second), CAP, claim=f"{claim} ({task})"
             )
             for key, first, second, claim, source in (
-                (
-                    "one-all",
-                    1,
-                    6,
-                    "with one global head, a task is learned sooner than with all heads global",
-                    "paper",
-                ),
-                ("half-all", 3, 6, "with half of the heads global, a task is learned sooner than with all", "ours"),
-                ("two-one", 2, 1, "with a second global head, a task is learned sooner", "reviewers"),
+                ("one-all", 1, 6, "with one global head, a task is learnt sooner than with all heads global", "paper"),
+                ("half-all", 3, 6, "with half of the heads global, a task is learnt sooner than with all", "ours"),
+                ("two-one", 2, 1, "with a second global head, a task is learnt sooner", "reviewers"),
             )
             for task in TASKS
         },
