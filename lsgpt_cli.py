@@ -497,6 +497,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from lsgpt.configuration import load_recipe
     from lsgpt.conversion import convert
     from lsgpt.conversion.calibration import format_quality
     from lsgpt.utilities import describe
@@ -522,9 +523,9 @@ def _convert(args: argparse.Namespace) -> int:
             print(f"  {name:<40}{'  '.join(values)}")
         print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")
         heal = f"lsgpt train heal --model_name_or_path {args.folder} --teacher {args.source}"
-        # The recipe's blocks have 512 tokens.
-        block_size = min(model.config.max_position_embeddings, 512)
-        print(f"  {heal} --dataset_name {args.calibrate}{'' if block_size == 512 else f' --block_size {block_size}'}")
+        positions = model.config.max_position_embeddings
+        is_short = positions < load_recipe("heal")["block_size"]
+        print(f"  {heal} --dataset_name {args.calibrate}{f' --block_size {positions}' if is_short else ''}")
     if not os.path.exists(os.path.join(args.folder, "tokenizer_config.json")):
         print(f"\nThe source has no tokenizer. To use text, save the model's tokenizer into {args.folder}.")
     return 0

@@ -22,13 +22,14 @@ from .heads import HeadChanges, choose_global_heads, measure_changes, with_globa
 from .retrieval import KINDS, Passage, ask, exact_matches, make_passages
 
 
-MAX_BLOCK_SIZE = 2048
-"""Largest number of tokens in a block of held-out text, for models with more positions than this."""
+BLOCK_SIZE = 2048
+"""Number of tokens in a block of text, rounded down to whole pieces, or one piece if a piece is longer."""
 
 MEASURED_LENGTHS = 1024, 4096
 """
-Least and largest number of tokens in a piece of text or a passage that heads are measured on. Between them, it is four
-windows. (Two windows chose worse heads for what is farther back.)
+Least and largest number of tokens in a piece of text or a passage that heads are measured on; in between, a piece has
+four windows. Windows above half of the largest number have pieces of two windows. (With two windows for all, the heads
+that were chosen found less of what is farther back.)
 """
 
 SHARE_LENGTH = 8192
@@ -36,9 +37,9 @@ SHARE_LENGTH = 8192
 
 SHARE_OF_GLOBAL_HEADS = 0.5
 """
-Share of a cache that global heads get; the windows of the others get the rest. SmolLM2-135M lost least with about a
-third to a half: at a fifth of the cache, fewer global heads with wider windows were better in perplexity and in
-retrieval than more global heads with windows of 112 to 630 tokens.
+Share of a cache that global heads get; the windows of the others get the rest. At a fifth of the cache, SmolLM2-135M
+lost least in perplexity and in retrieval with a third to a half: then windows are wide. With more global heads and
+windows of 112 to 630 tokens, it lost more.
 """
 
 NAMES = {"source": "the source: all heads global", "chosen": "the choice: this checkpoint"}
@@ -80,7 +81,7 @@ def calibrate(
     Args:
         model: A model whose heads are all global.
         tokenizer: The model's tokenizer.
-        text, max_blocks: See `read_blocks`. A block has `MAX_BLOCK_SIZE` tokens, or as many as the model has
+        text, max_blocks: See `read_blocks`. A block has about `BLOCK_SIZE` tokens, or as many as the model has
             positions, if these are fewer. As many passages hide numbers to measure heads on, and twice as many for the
             evaluation.
         global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
@@ -88,19 +89,22 @@ def calibrate(
         balance: See `choose_global_heads`.
 
     Raises:
-        ValueError: If the number leaves no choice, the window hides nothing, or the text is too short.
+        ValueError: If the number leaves no choice or does not fit the balance, the window hides nothing, or the text
+            is too short.
     """
     least, most = MEASURED_LENGTHS
     length = min(model.config.max_position_embeddings, max(least, min(4 * window, most), 2 * window))
-    block_size = min(model.config.max_position_embeddings, max(MAX_BLOCK_SIZE, length))
+    block_size = length * max(min(BLOCK_SIZE, model.config.max_position_embeddings) // length, 1)
     count = count_global_heads(model.config, global_kv_heads, balance)
+    # Measuring takes long, so a count that cannot be balanced has its error now.
+    choose_global_heads(torch.zeros(model.config.num_hidden_layers, model.config.num_key_value_heads), count, balance)
     if not 2 <= window < block_size:
         raise ValueError(
             f"`window` must be between 2 and {block_size - 1}, because heads are measured on blocks of "
             f"{block_size} tokens; got {window}"
         )
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
-    pieces = [piece for block in blocks for piece in block.split(length) if len(piece) == length]
+    pieces = [piece for block in blocks for piece in block.split(length)]
     passages, questions = [], []
     if has_room(tokenizer, length, window):
         # The numbers and texts of the choice differ from those of the evaluation.
@@ -122,10 +126,11 @@ def calibrate(
     return Calibration(changes, chosen, window, perplexities, retrieval, num_tokens, len(questions))
 
 
-def budget_heads(config: LSGPTConfig, cache_share: float) -> tuple[int, int]:
+def budget_heads(config: LSGPTConfig, cache_share: float, balance: str = "overall") -> tuple[int, int]:
     """
     Divides a share of the source's cache at `SHARE_LENGTH` tokens between global heads and windows: global key/value
-    heads get `SHARE_OF_GLOBAL_HEADS` of it, but at least one head, and the windows of the others what remains.
+    heads get `SHARE_OF_GLOBAL_HEADS` of it, but at least one head, or one in each layer if `balance` is layer, and the
+    windows of the others what remains.
 
     Returns:
         The number of global key/value heads in the whole model, and the window.
@@ -135,13 +140,16 @@ def budget_heads(config: LSGPTConfig, cache_share: float) -> tuple[int, int]:
     """
     total = config.num_hidden_layers * config.num_key_value_heads
     length = min(SHARE_LENGTH, config.max_position_embeddings)
-    count = max(math.floor(total * cache_share * SHARE_OF_GLOBAL_HEADS + 1e-9), 1)
-    window = math.floor(length * (cache_share * total - count) / (total - count) + 1e-9) if total > count else 0
-    if not (cache_share < 1 and window >= 2):
-        low = (length + (total - 1) * 2) / (total * length)
+    least = config.num_hidden_layers if balance == "layer" else 1  # and the number is a multiple of it
+    window = 0
+    if 0 < cache_share < 1 and least < total:
+        count = max(math.floor(total * cache_share * SHARE_OF_GLOBAL_HEADS / least + 1e-9), 1) * least
+        window = math.floor(length * (cache_share * total - count) / (total - count) + 1e-9)
+    if window < 2:
+        low = (least * length + (total - least) * 2) / (total * length)
         raise ValueError(
-            f"`cache_share` must be at least {low:.3f}, one global key/value head of {total} and windows of 2 tokens, "
-            f"and below 1; got {cache_share}"
+            f"`cache_share` must be below 1, and at least {low:.3f} with `balance` {balance}: global key/value heads, "
+            f"{least} of {total}, and windows of 2 tokens; got {cache_share}"
         )
     return count, min(window, length - 1)
 

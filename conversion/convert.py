@@ -113,7 +113,7 @@ def convert(
             )
         if global_kv_heads is None or window is None:
             share = CACHE_SHARE if cache_share is None else cache_share
-            global_kv_heads, window = budget_heads(model.config, share)
+            global_kv_heads, window = budget_heads(model.config, share, balance)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = model.to(device)
         calibration = calibrate(model, tokenizer, text, global_kv_heads, window, balance, max_blocks)

@@ -84,5 +84,6 @@ def triton_attention_forward(
     return output, None
 
 
+triton_attention_forward.takes_sinks_of_queries = True  # type: ignore[attr-defined]
 AttentionInterface.register("triton", triton_attention_forward)
 AttentionMaskInterface.register("triton", triton_mask)

@@ -106,7 +106,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
             f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
             'attn_implementation="sdpa"'
         )
-    if any(v.sink_window is not None for v in visibility.values()) and name not in _TAKES_SINKS_OF_QUERIES:
+    if any(v.sink_window is not None for v in visibility.values()) and not _takes_sinks_of_queries(name):
         raise ValueError(
             f'`attention_sinks` must be True or False with "{name}", which shows a sink to all queries or to none; '
             f'got "{config.attention_sinks}". Use attn_implementation="sdpa"'
@@ -119,7 +119,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
         return AttentionMasks({ALL_HEADS: mask}, *of_all_heads)
     masks = {}
     for kind, v in visibility.items():
-        if v.mask is not None and v.mask.dtype != torch.bool and create not in _TAKES_ADDITIVE_MASKS:
+        if v.mask is not None and v.mask.dtype != torch.bool and create not in _GETS_ADDITIVE_MASKS:
             masks[kind] = v.dense()  # as Transformers does: a mask function cannot express an additive mask
             continue
         masks[kind] = create(
@@ -168,6 +168,12 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 def _takes_sinks(attend: Callable | None) -> bool:
     # `eager` is not in the table. A function that takes any keyword may ignore the sinks.
     return attend is None or "s_aux" in inspect.signature(attend).parameters
+
+
+def _takes_sinks_of_queries(name: str) -> bool:
+    # Whether `s_aux` may be `(B or 1, H, T)`, so that the queries with a full window alone see the sinks.
+    attend = ALL_ATTENTION_FUNCTIONS.get(name)
+    return attend is None or getattr(attend, "takes_sinks_of_queries", False)
 
 
 class Past(NamedTuple):
@@ -406,5 +412,6 @@ ALL_ATTENTION_FUNCTIONS["sdpa"] = windowed_sdpa_attention_forward
 ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward_with_sinks
 ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"] = flash_mask
 ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = checked_flash_attention_forward
-_TAKES_ADDITIVE_MASKS = (flash_mask, flex_mask)  # to refuse them
-_TAKES_SINKS_OF_QUERIES = ("eager", "sdpa", "flex_attention", "triton")  # an `s_aux` of `(B or 1, H, T)`
+windowed_sdpa_attention_forward.takes_sinks_of_queries = True  # type: ignore[attr-defined]
+flex_attention_forward_with_sinks.takes_sinks_of_queries = True  # type: ignore[attr-defined]
+_GETS_ADDITIVE_MASKS = (flash_mask, flex_mask)  # which refuse them by name

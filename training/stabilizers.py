@@ -32,6 +32,8 @@ def attend_in_float32(model: nn.Module):
             output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
         return output.to(query.dtype), weights
 
+    takes = getattr(attend, "takes_sinks_of_queries", attend is eager_attention_forward)
+    attend_in_float32.takes_sinks_of_queries = takes  # type: ignore[attr-defined]
     name = config._attn_implementation + IN_FLOAT32
     AttentionInterface.register(name, attend_in_float32)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -394,9 +395,28 @@ def test_impossible_shares_of_the_cache(tiny_config):
     config = tiny_config(num_global_heads=6, num_key_value_heads=3)  # 6 key/value heads in all, 256 positions
     assert budget_heads(config, 0.5) == (1, 102)
     assert budget_heads(config, 0.99) == (2, 252)
-    for share in (0.0, 0.1, 1.0):
-        with pytest.raises(ValueError, match=r"`cache_share` must be at least 0.173, one .* and below 1; got"):
+    for share in (0.0, 0.1, 1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"`cache_share` must be below 1, and at least 0.173 with `balance` over"):
             budget_heads(config, share)
+    assert budget_heads(config, 0.5, "layer") == (2, 64)
+    assert budget_heads(config, 0.35, "layer") == (2, 6)
+    with pytest.raises(ValueError, match=r"at least 0.339 with `balance` layer: global key/value heads, 2 of 6, and"):
+        budget_heads(config, 0.2, "layer")
+    with pytest.raises(ValueError, match=r"at least 1.000 with `balance` layer"):
+        budget_heads(tiny_config(num_global_heads=6, num_key_value_heads=1), 0.5, "layer")
+
+
+def test_all_of_the_text_is_measured(gpt2, monkeypatch):
+    """A block has whole pieces, and the report's number of tokens is that of the pieces."""
+    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
+    tokenizer, pieces = AutoTokenizer.from_pretrained(gpt2 / "model"), []
+    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (24, 48))
+    monkeypatch.setattr(
+        "lsgpt.conversion.calibration.measure_changes", lambda *x: pieces.extend(x[1]) or measure_changes(*x)
+    )
+    calibration = calibrate(model, tokenizer, str(gpt2 / "text.jsonl"), 4, 6, max_blocks=3)
+    assert [len(piece) for piece in pieces] == 6 * [24]
+    assert calibration.num_tokens == (144, 144)
 
 
 def test_only_models_with_global_heads_alone_are_taken(tiny_model):
@@ -441,6 +461,8 @@ def test_command(gpt2, tmp_path, capsys):
     assert lsgpt_cli.main([*command, "--calibrate", str(gpt2 / "text.jsonl"), "--max-blocks", "16"]) == 0
     output = capsys.readouterr().out
     assert "Calibration takes about 1 min" in output
+    heal = f"lsgpt train heal --model_name_or_path {tmp_path / 'out'} --teacher {gpt2 / 'model'}"
+    assert f"{heal} --dataset_name {gpt2 / 'text.jsonl'} --block_size 64\n" in output
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -532,7 +554,8 @@ def test_result_can_be_fine_tuned(gpt2, tmp_path):
             "`global_kv_heads` and `window` must be given together, or `cache_share` instead",
         ),
         (["--window", "9", "--cache-share", "0.3"], "got `window` and `cache_share`"),
-        (["--cache-share", "0.01"], "`cache_share` must be at least"),
+        (["--cache-share", "0.01"], "`cache_share` must be below 1, and at least"),
+        (["--cache-share", "0.2", "--balance", "layer"], "with `balance` layer: global key/value heads, 2 of 8"),
     ],
 )
 def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, capsys):
@@ -542,7 +565,9 @@ def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, ca
     if "--calibrate" not in options:
         options += ["--calibrate", str(gpt2 / "text.jsonl")]
     assert lsgpt_cli.main(["convert", str(gpt2 / "model"), str(tmp_path / "out"), *options]) == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
+    output, errors = capsys.readouterr()
+    assert "Calibration" not in output  # nothing was measured in vain
+    last_line = errors.splitlines()[-1]
     assert last_line.startswith("lsgpt: error: ")
     assert message in last_line
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
 """Every remedy changes what it should, and nothing else."""
 
+import functools
+
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -69,7 +71,15 @@ def test_what_another_loss_would_ignore_is_refused(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"num_global_heads": 6}, {"num_global_heads": 0}, {"num_key_value_heads": 3}, MODERN]
+    "values",
+    [
+        {},
+        {"num_global_heads": 6},
+        {"num_global_heads": 0},
+        {"num_key_value_heads": 3},
+        MODERN,
+        MODERN | {"attention_sinks": "full_window"},
+    ],
 )
 def test_float32_attention(tiny_model, values, monkeypatch):
     """Under autocast the error of the attention is gone, that of the projections stays; without it nothing changes."""
@@ -79,15 +89,15 @@ def test_float32_attention(tiny_model, values, monkeypatch):
         low = model(INPUTS).logits
     attend_in_float32(model)
     assert torch.equal(model(INPUTS).logits, plain)
-    found = []
+    found, forward = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    @functools.wraps(forward)
     def attend(module, *args, sliding_window=None, s_aux=None, **kwargs):
-        assert (s_aux is not None) == (model.config.attention_sinks and sliding_window is not None)
+        assert (s_aux is not None) == bool(model.config.attention_sinks and sliding_window is not None)
         tensors = [x for x in (*args, s_aux) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         found.extend((x.dtype, torch.is_autocast_enabled("cpu")) for x in tensors)
         return forward(module, *args, sliding_window=sliding_window, s_aux=s_aux, **kwargs)
 
-    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
     model.set_attn_implementation("sdpa")
     attend_in_float32(model)
