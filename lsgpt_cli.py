@@ -26,6 +26,9 @@ first steps, which need no network:
 lsgpt COMMAND --help describes a command.
 """
 
+TEMPERATURE, TOP_K = 0.8, 50
+"""Defaults of sampling in `lsgpt generate`."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command and returns the exit status: 0, or 2 for user errors. Without one, prints the help."""
@@ -102,15 +105,12 @@ def _make_parser() -> argparse.ArgumentParser:
         default=100,
         help="number of tokens to generate; default: %(default)s",
     )
-    generate.add_argument(
-        "--temperature", type=_positive_float, default=0.8, help="sampling temperature; default: %(default)s"
-    )
+    generate.add_argument("--temperature", type=_positive_float, help=f"sampling temperature; default: {TEMPERATURE}")
     generate.add_argument(
         "--top-k",
         "--top_k",
         type=_positive_int,
-        default=50,
-        help="sample from the K most likely tokens; default: %(default)s",
+        help=f"sample from the K most likely tokens; default: {TOP_K}",
     )
     generate.add_argument("--seed", type=int, help="random seed; makes the continuation repeatable")
     generate.add_argument("--greedy", action="store_true", help="always take the most likely token")
@@ -397,6 +397,9 @@ def _split_recipe(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k") if getattr(args, name) is not None}
+    if args.greedy and sampling:
+        raise ValueError("`--greedy` must not be given together with `--temperature` or `--top-k`, which it ignores")
     _check_checkpoint(args.model)
     from transformers import TextStreamer, set_seed
 
@@ -413,7 +416,7 @@ def _generate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         do_sample=not args.greedy,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **({} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}),
+        **({} if args.greedy else {"temperature": TEMPERATURE, "top_k": TOP_K, **sampling}),
     )
     return 0
 
@@ -481,15 +484,16 @@ def _info(args: argparse.Namespace) -> int:
             f"{suggest(args.model, list_presets())}"
         )
     length = args.length or config.max_position_embeddings
+    split = compare_split(config, length, args.processes) if args.processes > 1 else {}
     print(args.model)
     for name, value in describe(config).items():
         print(f"  {name:<34}{value}")
     print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
     for name, (ours, theirs, ratio) in compare_costs(config, length).items():
         print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
-    if args.processes > 1:
+    if split:
         print(f"\n  {f'split over {args.processes} processes':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
-        for name, (ours, theirs, ratio) in compare_split(config, length, args.processes).items():
+        for name, (ours, theirs, ratio) in split.items():
             print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
         print(f"\n  The model has only {config.max_position_embeddings:,} learned positions.")
@@ -546,13 +550,13 @@ def _publish(args: argparse.Namespace) -> int:
 
 def _check_checkpoint(name: str):
     """Raises `ValueError` if `name` can only be meant as a folder and has no checkpoint."""
-    parent = os.path.dirname(name)
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"{name!r} has no config.json: it is not a checkpoint")
         return
-    looks_like_a_path = name.startswith((".", "~", os.sep, "runs/")) or name.count("/") > 1
-    if os.path.exists(name) or looks_like_a_path or os.path.isdir(parent):
+    from lsgpt.utilities import looks_like_a_path
+
+    if os.path.exists(name) or name.startswith("runs/") or looks_like_a_path(name):
         raise ValueError(f"there is no folder {name!r}{_suggest_run(name)}")
 
 

@@ -84,7 +84,8 @@ class MaxLogits:
         other models keep the order of their query heads. Rows of layers with fewer heads are padded with zeros.
 
         Raises:
-            ValueError: If the model's layers have not called Transformers' attention interface since `start`.
+            ValueError: If nothing is measured, or the model's layers have not called Transformers' attention interface
+                since `start`.
         """
         layers = self._measured_layers()
         if not layers:
@@ -104,6 +105,8 @@ class MaxLogits:
         return numbers if is_unique else list(range(len(numbers)))
 
     def _measured_layers(self) -> list[nn.Module]:
+        if any(getattr(layer, "max_logits", None) is None for layer in self.layers):
+            raise ValueError("`start` must be called before the maxima are read, and `stop` after")
         return [layer for layer in self.layers if not layer.max_logits.isneginf().any()]
 
 

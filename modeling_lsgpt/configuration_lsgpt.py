@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -154,6 +155,7 @@ class LSGPTConfig(PreTrainedConfig):
 
     Raises:
         ValueError: If a value or a combination of values is invalid; the message names the field, rule and value.
+        StrictDataclassFieldValidationError: (`huggingface_hub.errors`) If a value is of another type than its field.
 
     ```python
     >>> from lsgpt import LSGPTConfig, LSGPTForCausalLM
@@ -189,8 +191,8 @@ class LSGPTConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     resid_dropout: float | int = 0.0
     embd_dropout: float | int = 0.0
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
+    layer_norm_eps: float | int = 1e-5
+    initializer_range: float | int = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -209,6 +211,9 @@ class LSGPTConfig(PreTrainedConfig):
         # Validate here too: `@strict` validates later, and wraps errors in a type that is not a `ValueError`.
         self.validate_architecture()
 
+        dtype = kwargs.get("torch_dtype") if self.dtype is None else self.dtype
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f'`dtype` must be the name of a PyTorch dtype, such as "bfloat16"; got {dtype!r}')
         for name in ("rope_theta", "rope_scaling"):
             if kwargs.get(name) is not None and self.position_embedding_type != "rope":
                 raise ValueError(
@@ -228,6 +233,7 @@ class LSGPTConfig(PreTrainedConfig):
             self.rope_parameters = None  # Transformers fills in defaults for every configuration that has the field
         elif GLOBAL in self.rope_parameters:
             self.rope_parameters.pop("rope_theta", None)  # Transformers 5.17 adds it beside the sets of parameters
+        self.validate_rope()  # here, too, for the same reason
         self.validate_architecture()  # again: Transformers has moved arguments such as `rope_theta` into fields
 
     def validate_architecture(self):
@@ -295,6 +301,8 @@ class LSGPTConfig(PreTrainedConfig):
                 f"without), if there are both; `num_global_heads` is {self.num_global_heads}",
             )
         for each in (rope.get(GLOBAL, rope), rope.get(LOCAL, rope)):
+            if not isinstance(each, dict):
+                refuse("rope_parameters", "a dictionary of parameters, or of two such dictionaries")
             for name in ("rope_theta", "factor"):
                 value = each.get(name, 1.0)
                 if not (isinstance(value, int | float) and 0 < value < math.inf):
@@ -303,6 +311,13 @@ class LSGPTConfig(PreTrainedConfig):
                 refuse("rope_parameters", f"a dictionary whose `rope_type` is one of {', '.join(rope_types)}")
             if each.get("partial_rotary_factor", 1.0) != 1.0:
                 refuse("rope_parameters", "without `partial_rotary_factor`: LSGPT rotates whole heads")
+
+    def validate_rope(self):
+        """Raises `ValueError` if `rope_parameters` lack something that their `rope_type` needs."""
+        try:
+            super().validate_rope()
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]}; got {self.rope_parameters}") from error
 
     def validate_layer_type(self):
         """Does nothing: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""

@@ -229,8 +229,11 @@ def test_info_of_sequences_that_are_split(capsys):
     # The last of the processes keeps its own 16,384 tokens of all 12 heads, 64 dimensions each.
     assert re.search(r"keys and values per layer, 16 bit +80 MB +403 MB +19\.9%\n", output)
     assert re.search(r"work of the slowest process / mean +1\.00 +1\.00 *\n", output)
+    capsys.readouterr()
     assert lsgpt_cli.main(["info", "gpt2-small", "--length", "100", "--processes", "3"]) == 2
-    assert "`length` must be a multiple of `processes`, which is 3; got 100" in capsys.readouterr().err
+    output, errors = capsys.readouterr()
+    assert not output  # the error comes first
+    assert "`length` must be a multiple of `processes`, which is 3; got 100" in errors
 
 
 def test_info_of_a_folder(trained, tmp_path, capsys):
@@ -285,6 +288,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
     [
         (["info", "paper-v2"], "did you mean 'paper-v1'"),
         (["info", "EMPTY"], "has no config.json"),
+        (["generate", ".", "x", "--greedy", "--top-k", "5"], "`--greedy` must not be given together with"),
         (["info", "GPT2"], "must be an LSGPT checkpoint; its model type is 'gpt2'"),
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),

@@ -43,7 +43,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from transformers.models.llama import modeling_llama
 
-from lsgpt import MaxLogits, measure_max_logits
+from lsgpt import LSGPTForCausalLM, MaxLogits, measure_max_logits
 from lsgpt.telemetry import StandIn
 from lsgpt.training import LogitTelemetryCallback, qk_clip, train_tokenizer
 
@@ -308,6 +308,17 @@ def test_wrapped(how, fresh_compiler):
     finally:
         if how == "DDP":
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("model_class", [LSGPTForCausalLM, None])
+def test_maxima_need_a_measurement(tiny_config, model_class):
+    maxima = MaxLogits(build() if model_class is None else model_class(tiny_config()))
+    for use in (maxima.start, maxima.stop):  # before and after
+        for read in (maxima.read, maxima.layer_numbers):
+            with pytest.raises(ValueError, match="`start` must be called before the maxima are read"):
+                read()
+        use()
+        maxima.stop()
 
 
 def test_only_the_measured_model_counts():

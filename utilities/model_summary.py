@@ -47,7 +47,10 @@ SERVED_VALUES = {
     "qk_norm": (False, True),
     "final_logit_softcapping": (None,),
 }
-"""The values of fields that the vLLM plugin implements; it implements all values of the others."""
+"""
+The values of fields that the vLLM plugin implements. Of the others, it implements all values but the `attention_sinks`
+and the types of rotary embeddings that `runs_on_vllm` excludes.
+"""
 
 
 def runs_on_vllm(config: LSGPTConfig) -> bool:

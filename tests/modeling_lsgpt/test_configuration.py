@@ -47,6 +47,18 @@ BAD_VALUES = {
         {**ROPE, "rope_parameters": {"rope_type": "linear", "factor": 0}},
         "`rope_parameters` must be a dictionary whose `factor` is a positive number",
     ),
+    "rope type without what it needs": (
+        {**ROPE, "rope_parameters": {"rope_type": "yarn"}},
+        "Missing required keys in `rope_parameters` for 'rope_type'='yarn': {'factor'}; got {'rope_type': 'yarn'",
+    ),
+    "no rope parameters for one kind": (
+        {
+            **ROPE,
+            "num_global_heads": [0, *[1] * 11],
+            "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 1e4}},
+        },
+        "`rope_parameters` must be a dictionary of parameters, or of two such dictionaries; got {'full_attention': No",
+    ),
     "rope parameters for each kind": (
         {**ROPE, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
         "`rope_parameters` must be one set of parameters, or one each for 'full_attention' (layers with global heads) "
@@ -83,6 +95,9 @@ BAD_VALUES = {
     "bias of an RMSNorm": ({"norm_type": "rms_norm", "use_bias": ["norm"]}, '`use_bias` must be without "norm"'),
     "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a positive integer"),
     "no vocabulary": ({"vocab_size": 0}, "`vocab_size` must be a positive integer"),
+    "unknown dtype": ({"dtype": "bf16"}, '`dtype` must be the name of a PyTorch dtype, such as "bfloat16"; got'),
+    "unknown dtype by its old name": ({"torch_dtype": "half16"}, "`dtype` must be the name of a PyTorch dtype"),
+    "dtype that is none": ({"dtype": "nn"}, "`dtype` must be the name of a PyTorch dtype"),
     "epsilon of zero": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive"),
 }
 
@@ -92,6 +107,11 @@ def test_bad_values_name_field_rule_and_value(values, message):
     with pytest.raises(ValueError) as error:
         LSGPTConfig(**values)
     assert message in str(error.value)
+
+
+def test_whole_numbers_are_numbers():
+    config = LSGPTConfig(layer_norm_eps=1, initializer_range=1, attn_logit_softcapping=30)
+    assert (config.layer_norm_eps, config.initializer_range, config.attn_logit_softcapping) == (1, 1, 30)
 
 
 def test_wrong_types_are_refused():
