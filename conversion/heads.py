@@ -41,7 +41,10 @@ ROUNDS = 20
 """Maximum number of times that values and logits of sinks are fitted to each other; a few are enough."""
 
 TEXT_STRIDE = 8
-"""Distance between the tokens of a passage whose loss counts besides that of the answers: neighbours say the same."""
+"""
+Distance between the tokens of a passage whose loss counts besides that of the answers. With more tokens, it would take
+longer and hardly say more, because neighbours have similar losses.
+"""
 
 IGNORED = -100
 """The label of tokens that do not count, as everywhere in Transformers."""

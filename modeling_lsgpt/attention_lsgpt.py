@@ -56,8 +56,9 @@ Mask functions by `attn_implementation`. They take the arguments of Transformers
 ALL_HEADS = "all_heads"
 """
 Key of the mask with which one call computes all heads of a layer, whatever their kinds. A mask function may have an
-attribute `of_all_heads`, which maps each kind's `Visibility` to this mask, or to `None` if each kind needs a call. The
-call gets the window of the kind that has one. Where logits are measured, it has to do this, too.
+attribute `of_all_heads`: a function that turns `{kind: Visibility}` into this mask, or returns `None` if each kind
+needs a call of its own. The call gets the window of the kind that has one. If logits are measured, the attention
+function has to measure them itself, as `triton_attention_forward` does.
 """
 
 MASKED_PAIRS = 1 << 18

@@ -1,4 +1,4 @@
-"""Numbers that a text hides and later repeats, so that a model in training does not forget to look far back."""
+"""Numbers that are hidden in a training text and repeated much later, so that a model keeps looking far back."""
 
 import random
 
@@ -26,7 +26,7 @@ class HideNumbers:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, share: float = 0.5):
-        """Takes the tokenizer of the rows, and the share of them that get numbers: conversion loses mostly finding."""
+        """Takes the tokenizer of the rows, and the share of them that get numbers."""
         self.tokenizer, self.share = tokenizer, share
 
     def __call__(self, row: dict) -> dict:

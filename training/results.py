@@ -14,8 +14,8 @@ class RunResult:
     """
     The result of a run that ended. A run that SIGTERM interrupted has none until it is resumed and ends.
 
-    Losses are in nats per token, and all evaluation figures are means over tokens. Figures may be NaN or infinite, and
-    stay so in `results.json`; those that a run need not have are `None` without a measurement.
+    Losses are in nats per token, and all evaluation figures are means over tokens. Figures may be NaN or infinite, in
+    `results.json`, too. A figure is `None` if it was not measured.
     """
 
     outcome: str = "finished"

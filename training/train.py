@@ -380,11 +380,11 @@ def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
     return collate_blocks(list(trainer.eval_dataset.take(1)))
 
 
-def _first_words(trainer: Trainer, number: int = 3) -> str:
-    """Returns the first words of the evaluation data; the end-of-text token if it has none."""
+def _first_words(trainer: Trainer) -> str:
+    """Returns the first three words of the evaluation data; the end-of-text token if it has none."""
     tokenizer = trainer.processing_class
     beginning = tokenizer.decode(_evaluation_batch(trainer)["input_ids"][0, :16], skip_special_tokens=True)
-    return " ".join(beginning.split()[:number]) or tokenizer.eos_token
+    return " ".join(beginning.split()[:3]) or tokenizer.eos_token
 
 
 def generate_sample(model, tokenizer, prompt: str) -> str:

@@ -21,6 +21,7 @@ from lsgpt.conversion import (
     measure_changes,
     perplexity,
     read_blocks,
+    recall,
     with_global_heads,
 )
 from lsgpt.conversion.calibration import count_global_heads, write_report
@@ -500,6 +501,8 @@ def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "lsgpt.conversion.calibration.make_passages", lambda *x, **y: made.append(make_passages(*x, **y)) or made[-1]
     )
+    asked = []
+    monkeypatch.setattr("lsgpt.conversion.calibration.recall", lambda *x, **y: asked.append(x[1]) or recall(*x, **y))
     model = tiny_model(num_global_heads=6, num_key_value_heads=3, vocab_size=258, max_position_embeddings=1024)
     tokenizer = train_tokenizer([], vocab_size=258)
     text = tmp_path / "text.txt"
@@ -508,6 +511,7 @@ def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     assert calibration.changes.retrieval is not None
     answers = [{tuple(q.ids.tolist()) for passage in passages for q in passage.questions} for passages in made[-2:]]
     assert answers[0].isdisjoint(answers[1])
+    assert len(asked) == 2 and all(passages is made[-1] for passages in asked)
     assert (calibration.num_tokens, calibration.num_passages) == ((1024, 1024), 2)
     assert list(calibration.perplexities) == list(calibration.retrieval) == ["source", "chosen"]
     for shares in calibration.retrieval.values():

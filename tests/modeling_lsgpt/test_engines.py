@@ -293,16 +293,21 @@ def test_masks_move_to_another_device(tiny_config):
 def flash_calls(monkeypatch):
     """
     Registers `my_flash`, a function that takes what Transformers' wrapper of FlashAttention takes, and returns the
-    list of its calls: number of keys, window, and shape of the padding mask.
+    list of its calls: number of keys, window, shape of the padding mask, and length of the longest packed document.
     """
     calls = []
 
     def my_flash(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
-        calls.append(
-            (key.shape[2], sliding_window, attention_mask if attention_mask is None else attention_mask.shape)
-        )
+        shape, longest = getattr(attention_mask, "shape", None), kwargs.get("max_length_q")
+        calls.append((key.shape[2], sliding_window, shape, longest))
         sizes = query.shape[2], key.shape[2]
         visible = visible_pairs(1, 0 if sliding_window else 1, sliding_window or 0, *sizes, attention_mask)
+        if longest is not None:
+            assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+            assert kwargs["cu_seq_lens_q"].dtype == torch.int32 and kwargs["max_length_k"] == longest
+            lengths = kwargs["cu_seq_lens_q"].diff()
+            documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+            visible = visible & (documents[:, None] == documents)
         return sdpa_attention_forward(module, query, key, value, visible, scaling=kwargs["scaling"])
 
     functions = {**AttentionInterface._global_mapping, "my_flash": my_flash}
@@ -322,10 +327,25 @@ def test_flash_attention_gets_windows_and_padding(tiny_model, flash_calls):
     for end, size in ((20, 20), (39, 19), (40, 1)):
         inputs = {"attention_mask": padding[:, :end], "past_key_values": cache}
         logits.append(model(ids[:, end - size : end], **inputs).logits)
-        assert set(flash_calls) == {(end, None, (2, end)), (min(end, 7 + size), 8, (2, min(end, 7 + size)))}
+        assert set(flash_calls) == {
+            (end, None, (2, end), None),
+            (min(end, 7 + size), 8, (2, min(end, 7 + size)), None),
+        }
         flash_calls.clear()
     actual, exact, plain = ([x[padding.bool()]] for x in (torch.cat(logits, dim=1), exact, plain))
     assert_as_exact_as(actual, exact, plain, model.config.head_dim)
+
+
+@torch.no_grad()
+def test_flash_attention_gets_packed_documents(tiny_model, flash_calls):
+    model, ids = tiny_model(torch.bfloat16), torch.randint(97, (1, 40))
+    positions = torch.cat([torch.arange(5), torch.arange(23), torch.arange(12)])[None]
+    plain = model(ids, position_ids=positions).logits
+    exact = copy.deepcopy(model).double()(ids, position_ids=positions).logits
+    model.config._attn_implementation = "my_flash"
+    actual = model(ids, position_ids=positions).logits
+    assert set(flash_calls) == {(40, None, None, 23), (40, 8, None, 23)}
+    assert_as_exact_as([actual], [exact], [plain], model.config.head_dim)
 
 
 @torch.no_grad()
