@@ -280,14 +280,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
 ALGORITHMS = {"bpe": (models.BPE, trainers.BpeTrainer), "unigram": (models.Unigram, trainers.UnigramTrainer)}
 
 
-def tokenize(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
+def tokenize(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
+) -> Dataset | IterableDataset:
     """
-    Maps `text` to `input_ids`, with an end-of-text token after each document. What looks like a special token in a
-    document is text, unless the tokenizer has a chat template.
+    Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes. What looks like
+    a special token in a document is text, unless the tokenizer has a chat template.
     """
     options = {"fn_kwargs": {"tokenizer": tokenizer}, **_in_batches(documents, "text")}
     if isinstance(documents, Dataset):
-        options["desc"] = "Tokenizing"
+        options |= {"num_proc": num_proc, "desc": "Tokenizing"}
         if getattr(tokenizer, "backend_tokenizer", None):
             # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
             rules = tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template is None

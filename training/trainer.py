@@ -83,7 +83,10 @@ class LSGPTTrainer(Trainer):
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
-        rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, **options)
+        # Each pass draws a seed for its workers. From the generator of the training, it would change the dropout, and
+        # differently so in a run that resumes.
+        generator = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
+        rows = DataLoader(stream, batch_size=None, collate_fn=_unchanged, generator=generator, **options)
         size = processes_per_row(args)
         passes = Passes(rows, self._train_batch_size, collate, args.process_index // size, args.world_size // size)
         return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
