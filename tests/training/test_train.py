@@ -156,7 +156,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
     file = recipe(**fields, dataset_name=str(tmp_path / "data"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = train(file, "--output_dir", whole)
-    assert f"on a stream of blocks (files or other shards: 2; data-loader workers: {workers}, 0 idle) of 32 tokens" in output
+    assert f"(files or other shards: 2; data-loader workers: {workers}, 0 idle) of 32 tokens" in output
     results = json.loads((whole / "results.json").read_text())
     assert results["tokens"] == 12 * 3 * 2 * 32
     shutil.copytree(whole / "checkpoint-9", killed / "checkpoint-9")
