@@ -1,7 +1,9 @@
 """The OpenAI-compatible server over HTTP: its own processes, the compiled model, text in and text out."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -39,9 +41,7 @@ def checkpoint(tiny_model, tmp_path):
 @pytest.fixture
 def server(checkpoint, tmp_path):
     """The address of a server of that folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     # What `vllm serve` runs. That command itself does not start in the CPU build, which has no package named vllm.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[2])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "lsgpt"]
@@ -64,6 +64,15 @@ def server(checkpoint, tmp_path):
                 process.wait(60)
             except subprocess.TimeoutExpired:  # a server that is just starting may miss the signal
                 process.kill()
+
+
+def find_port():
+    """A free port, not one of those that the system gives to whoever asks for any: the server takes long to start."""
+    for port in random.sample(range(10_000, 32_768), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def is_up(address):
