@@ -133,7 +133,7 @@ def conversion(figure: Figure, scheme: str):
         "smollm2.gguf": ("source", GLOBALS[scheme], "-"),
         "smollm2-ls": ("converted", LOCAL, "-"),
         "smollm2-ls-35": ("converted, 35%", LOCAL, ":"),
-        "smollm2-ls-healed": ("healed (earlier)", LOCAL, "--"),
+        "smollm2-ls-healed": ("healed", LOCAL, "--"),
     }
     rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
     lengths, ends = sorted(map(int, rows[0]["retrieval"])), {}
