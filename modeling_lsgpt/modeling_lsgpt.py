@@ -407,8 +407,9 @@ class LSGPTPreTrainedModel(PreTrainedModel):
 class LSGPTModel(LSGPTPreTrainedModel):
     """The decoder without a head: token ids to hidden states."""
 
-    def __init__(self, config: LSGPTConfig):
+    def __init__(self, config: LSGPTConfig, counts_left_padding: bool = True):
         super().__init__(config)
+        self.counts_left_padding = counts_left_padding
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = self.local_rotary_emb = None
         if config.position_embedding_type == "learned":
@@ -443,8 +444,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
                 of `create_attention_masks`.
             position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
-                document begins. By default they continue from the cache's length and do not count padding on the
-                left, so that a row has the same logits in a batch and alone.
+                document begins. By default they continue from the cache's length; in classifiers, they do not count
+                padding on the left, so that a row has the same scores in a batch and alone.
             past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
@@ -479,7 +480,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
-            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
                 num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
                 position_ids = (position_ids - num_left).clamp(min=0)
 
@@ -634,7 +635,7 @@ class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreT
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)  # the generic class would look for the decoder in `AutoModel`
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
@@ -645,7 +646,7 @@ class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrained
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = LSGPTModel(config)
+        self.model = LSGPTModel(config, counts_left_padding=False)
         dropout = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
