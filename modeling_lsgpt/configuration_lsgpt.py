@@ -313,11 +313,11 @@ class LSGPTConfig(PreTrainedConfig):
                 refuse("rope_parameters", "without `partial_rotary_factor`: LSGPT rotates whole heads")
 
     def validate_rope(self):
-        """Raises `ValueError` if `rope_parameters` lack something that their `rope_type` needs."""
+        """Raises `ValueError` if `rope_parameters` lack what their `rope_type` needs, or have a wrong type."""
         try:
             super().validate_rope()
-        except KeyError as error:
-            raise ValueError(f"{error.args[0]}; got {self.rope_parameters}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"`rope_parameters` are invalid: {error.args[0]}; got {self.rope_parameters}") from error
 
     def validate_layer_type(self):
         """Does nothing: `layer_types` is derived, and has one entry per cache layer, not per decoder layer."""

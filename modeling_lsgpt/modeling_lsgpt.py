@@ -125,6 +125,9 @@ def eager_attention_forward(
     return torch.matmul(attn_weights, value_states).transpose(1, 2).contiguous(), attn_weights
 
 
+eager_attention_forward.takes_sinks_of_queries = True  # type: ignore[attr-defined]
+
+
 class HeadGroup(NamedTuple):
     """The heads of one kind in a layer, or all its heads."""
 

@@ -1,5 +1,6 @@
 """Published remedies against exploding logits and loss spikes that are neither configuration nor part of the loss."""
 
+import functools
 import os
 
 import torch
@@ -26,17 +27,17 @@ def attend_in_float32(model: nn.Module):
     config = attention_layers(model)[0].config
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
+    @functools.wraps(attend)  # with its arguments and attributes, which tell whether it takes sinks
     def attend_in_float32(module, query, key, value, *args, s_aux=None, **kwargs):
         kwargs["s_aux"] = None if s_aux is None else s_aux.float()
         with torch.autocast(query.device.type, enabled=False):
             output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
         return output.to(query.dtype), weights
 
-    takes = getattr(attend, "takes_sinks_of_queries", attend is eager_attention_forward)
-    attend_in_float32.takes_sinks_of_queries = takes  # type: ignore[attr-defined]
     name = config._attn_implementation + IN_FLOAT32
     AttentionInterface.register(name, attend_in_float32)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation])
+    if (create_mask := ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)) is not None:
+        AttentionMaskInterface.register(name, create_mask)
     model.set_attn_implementation(name)
 
 

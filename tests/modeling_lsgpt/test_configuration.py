@@ -51,6 +51,10 @@ BAD_VALUES = {
         {**ROPE, "rope_parameters": {"rope_type": "yarn"}},
         "Missing required keys in `rope_parameters` for 'rope_type'='yarn': {'factor'}; got {'rope_type': 'yarn'",
     ),
+    "rope parameter as text": (
+        {**ROPE, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}},
+        "`rope_parameters` are invalid: '<' not supported between instances of 'str' and 'int'; got {'rope_type'",
+    ),
     "no rope parameters for one kind": (
         {
             **ROPE,

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lsgpt import measure_max_logits
 from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
@@ -111,6 +112,27 @@ def test_float32_attention(tiny_model, values, monkeypatch):
     assert half(INPUTS).logits.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="must be an LSGPT model"):
         attend_in_float32(torch.nn.Linear(2, 2))
+
+
+def test_float32_does_not_hide_that_a_function_ignores_sinks(tiny_model, monkeypatch):
+    """A function of one's own, without masks of its own, works in float32, but not if it would ignore sinks."""
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=kwargs["scaling"])
+
+    functions = {**AttentionInterface._global_mapping, "without_sinks": attend}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+    model = tiny_model(**MODERN)
+    model.set_attn_implementation("without_sinks")
+    for name in ("without_sinks", "without_sinks_in_float32"):
+        with pytest.raises(ValueError, match=f'`attention_sinks` need .* `s_aux`; "{name}" has none'):
+            model(INPUTS)
+        if name == "without_sinks":
+            attend_in_float32(model)
+    plain, model = tiny_model(), tiny_model()
+    model.set_attn_implementation("without_sinks")
+    attend_in_float32(model)
+    torch.testing.assert_close(model(INPUTS).logits, plain(INPUTS).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("values", [{"num_global_heads": 0}, {}, {"num_global_heads": 6}, MODERN])
