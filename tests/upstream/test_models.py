@@ -23,6 +23,7 @@ from transformers import (
     initialization,
 )
 from transformers.distributed import DistributedConfig
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -177,6 +178,22 @@ def test_prepare_position_ids_for_generation_may_return_none():
     model = Counted(config)
     assert model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3).shape == (1, 7)
     assert model.positions is None and model.mask.tolist() == [[1, 1, 1, 1]]
+
+
+def test_generate_asks_the_model_for_masks_if_its_cache_is_static():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model, asked = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).eval(), []
+
+    def create_masks(inputs_embeds, **arguments):
+        asked.append((inputs_embeds.shape[1], sorted(arguments)))
+        return create_masks_for_generate(inputs_embeds=inputs_embeds, **arguments)
+
+    model.create_masks_for_generate = create_masks
+    ids = torch.tensor([[1, 2, 3]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="static")
+    known = {"config", "attention_mask", "past_key_values", "position_ids"}
+    assert [length for length, _ in asked][-2:] == [1, 1]
+    assert all(known <= set(arguments) for _, arguments in asked)
 
 
 def test_assistant_early_exit_changes_the_configurations_number_of_layers():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.gguf import read_gguf_metadata
 
@@ -122,3 +123,17 @@ def test_causal_lower_right_shows_queries_what_came_before():
     actual = attend(query, key, value, attn_mask=causal_lower_right(5, 9), scale=0.3)
     expected = attend(query, key, value, attn_mask=torch.ones(5, 9).tril(4).bool(), scale=0.3)
     assert actual.equal(expected)
+
+
+def test_modules_keep_hooks_in_four_dictionaries():
+    linear = nn.Linear(1, 1)
+    register = {
+        "_forward_pre_hooks": linear.register_forward_pre_hook,
+        "_forward_hooks": linear.register_forward_hook,
+        "_backward_pre_hooks": linear.register_full_backward_pre_hook,
+        "_backward_hooks": linear.register_full_backward_hook,
+    }
+    for name, add in register.items():
+        assert len(getattr(linear, name)) == 0
+        add(lambda *_: None)
+        assert len(getattr(linear, name)) == 1
