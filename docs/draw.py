@@ -121,8 +121,8 @@ def conversion(figure: Figure, scheme: str):
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
         left.plot(*place, "o", color=color)
         beside = {"xytext": (5, 4), "rotation": 50, "rotation_mode": "anchor"}
-        below = {"xytext": (0, -15), "ha": "center"}
-        text = beside if color == BASELINE else below
+        centred = {"xytext": (0, 7 if name.endswith("healed") else -15), "ha": "center"}
+        text = beside if color == BASELINE else centred
         left.annotate(name, place, textcoords="offset points", color=color, fontsize=9, **text)
     share = next(row["cache_ratio"] for row in result["rows"] if row["method"] == "LSGPT")
     left.set_title(f"numbers found with {share:.0%} of the cache, {result['length']:,} tokens")

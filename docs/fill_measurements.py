@@ -160,7 +160,7 @@ def cache_methods() -> str:
     for row in result["rows"]:
         found = f"{row['exact']:.2f} ({_range(row['interval'])})"
         properties = PROPERTIES.get(row["method"].split()[0], ("",) * 4)
-        figures = [f"{row[key]:.2f}" for key in ("cache_ratio", "prefill_ratio")]
+        figures = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("cache_ratio", "prefill_ratio")]
         rows.append([row["method"], f"{row['perplexity_ratio']:.3f}", found, *figures, *properties[:3]])
     header = (
         "method | perplexity | numbers found | bytes held | prefill time | memory freed | cheaper prefill | served"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lsgpt.conversion import ask, convert_pretrained, make_passages
 from lsgpt.training.data import train_tokenizer
 
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 SMALL = "--text text.txt --tokens 9000 --block_sizes 300 --lengths 600 --passages 3 --distance 64 --output out/q.json"
 
 
@@ -178,6 +180,16 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     assert rows["LSGPT"]["cache_ratio"] == pytest.approx((tokens + 3 * 546) / (4 * tokens), rel=0.01)
     assert all(row["passages"] == 2 and row["perplexity_ratio"] > 0.9 for row in rows.values())
     assert "| whole layers |" in capsys.readouterr().out
+
+
+def test_committed_figures_of_methods_follow_from_their_passages():
+    result = json.loads((RESULTS / "cache_methods.json").read_text(encoding="utf-8"))
+    for row in result["rows"]:
+        items = (result["items"][name] for name in (row["method"], "source"))
+        again = json.loads(json.dumps(cache_methods.summarize(*items)))
+        times = row["prefill_ratio"], again.pop("prefill_ratio")
+        assert times[0] in (None, times[1])  # not measured on a busy machine
+        assert again == {key: row[key] for key in again}
 
 
 def test_whole_layers_have_the_highest_scores():

@@ -178,17 +178,21 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     )
     assert f"(0.35 of the cache), {larger_long} and {at_8192[4]} |" in choosing
     assert f"20% of the cache at 8,192 tokens, {float(ours_long) - 1:.1%} more perplexity without training" in choosing
-    found = {
-        row["method"]: row["exact"]
-        for row in json.loads(read("benchmarks/results/quality/cache_methods.json"))["rows"]
-    }
-    ours, layers, duo, source = (
-        f"{found.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source")
+    methods = json.loads(read("benchmarks/results/quality/cache_methods.json"))
+    perplexity = {row["method"]: row["perplexity_ratio"] for row in methods["rows"] if row["method"] != "source"}
+    found = {row["method"]: row["exact"] for row in methods["rows"]}
+    intervals = {row["method"]: row["interval"] for row in methods["rows"]}
+    ours, tuned, layers, duo, source = (
+        f"{found.pop(name):.2f}" for name in ("LSGPT", "LSGPT healed", "whole layers", "DuoAttention", "source")
     )
-    assert f"the source finds {source}, the conversion {ours}, DuoAttention with the same heads {duo}" in related
-    assert f"whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
+    assert f"the source finds {source}, the conversion {ours} (healed {tuned}), DuoAttention with the same" in related
+    assert f"heads {duo}, whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
     assert f"drop tokens find at most {max(found.values()):.2f} of the numbers" in measurements
-    assert f"find {layers}, and LSGPT {ours}." in measurements and f"of this conversion, finds {duo}:" in measurements
+    assert f"find {layers}, LSGPT {ours}, and healed {tuned}, with the lowest perplexity." in measurements
+    assert min(perplexity, key=perplexity.get) == "LSGPT healed"
+    assert f"of this conversion, finds {duo}: the intervals overlap" in measurements
+    one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
+    assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
