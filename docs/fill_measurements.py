@@ -155,17 +155,23 @@ def quality() -> str:
 
 
 def cache_methods() -> str:
-    """A converted model beside other methods with the same bytes."""
-    result, rows = read("quality/cache_methods.json"), []
-    for row in result["rows"]:
+    """Converted models beside other methods with the same bytes, for two sizes of the cache."""
+
+    def figures(row: dict | None) -> list[str]:
+        if row is None:
+            return [MISSING] * 3
         found = f"{row['exact']:.2f} ({_range(row['interval'])})"
-        properties = PROPERTIES.get(row["method"].split()[0], ("",) * 4)
-        figures = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("cache_ratio", "prefill_ratio")]
-        rows.append([row["method"], f"{row['perplexity_ratio']:.3f}", found, *figures, *properties[:3]])
-    header = (
-        "method | perplexity | numbers found | bytes held | prefill time | memory freed | cheaper prefill | served"
-    )
-    return with_sources(header, rows, "quality/cache_methods.json")
+        return [f"{row['perplexity_ratio']:.3f}", found, f"{row['cache_ratio']:.2f}"]
+
+    files = "quality/cache_methods.json", "quality/cache_methods-35.json"
+    rows, larger = ({row["method"]: row for row in read(file)["rows"]} for file in files)
+    lines = []
+    for method, row in rows.items():
+        time = MISSING if row["prefill_ratio"] is None else f"{row['prefill_ratio']:.2f}"
+        properties = PROPERTIES.get(method.split()[0], ("",) * 4)[:3]
+        lines.append([method, *figures(row), *figures(larger.get(method)), time, *properties])
+    header = "method | perplexity | numbers found | bytes held | 35%: perplexity | numbers found | bytes held"
+    return with_sources(f"{header} | prefill time | memory freed | cheaper prefill | served", lines, *files)
 
 
 def _range(interval: list[float]) -> str:

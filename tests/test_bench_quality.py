@@ -182,10 +182,11 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     assert "| whole layers |" in capsys.readouterr().out
 
 
-def test_committed_figures_of_methods_follow_from_their_passages():
-    result = json.loads((RESULTS / "cache_methods.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["cache_methods", "cache_methods-35"])
+def test_committed_figures_of_methods_follow_from_their_passages(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     for row in result["rows"]:
-        items = (result["items"][name] for name in (row["method"], "source"))
+        items = (result["items"][method] for method in (row["method"], "source"))
         again = json.loads(json.dumps(cache_methods.summarize(*items)))
         times = row["prefill_ratio"], again.pop("prefill_ratio")
         assert times[0] in (None, times[1])  # not measured on a busy machine

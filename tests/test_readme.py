@@ -187,12 +187,30 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     )
     assert f"the source finds {source}, the conversion {ours} (healed {tuned}), DuoAttention with the same" in related
     assert f"heads {duo}, whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
-    assert f"drop tokens find at most {max(found.values()):.2f} of the numbers" in measurements
     assert f"find {layers}, LSGPT {ours}, and healed {tuned}, with the lowest perplexity." in measurements
     assert min(perplexity, key=perplexity.get) == "LSGPT healed"
     assert f"of this conversion, finds {duo}: the intervals overlap" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
+    larger = json.loads(read("benchmarks/results/quality/cache_methods-35.json"))["rows"]
+    more = {row["method"]: row["exact"] for row in larger}
+    assert min(larger[1:], key=lambda row: row["perplexity_ratio"])["method"] == "DuoAttention"
+    ours, layers, duo, _ = (f"{more.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
+    assert f"has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}." in measurements
+    assert f"drop tokens find at most {max(*found.values(), *more.values()):.2f} of the numbers" in measurements
+
+
+def test_figures_of_healing_for_vllm_are_those_of_the_run():
+    page = " ".join(read("docs/healing.md").split())
+    before, run = (json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-for-vllm"))
+    ratio = run["eval_perplexity"] / before["eval_perplexity"]
+    assert f"is {run['perplexity_before_training']:.1f} at first and {run['eval_perplexity']:.1f} after these" in page
+    assert (
+        f"{run['step']} steps, {ratio - 1:.1%} above that of the healed model ({before['eval_perplexity']:.1f};"
+        in page
+    )
+    assert run["teacher_perplexity"] == before["teacher_perplexity"]
+    assert f"teacher: {run['teacher_perplexity']:.1f}, on four blocks" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
