@@ -174,6 +174,15 @@ def cache_methods() -> str:
     return with_sources(f"{header} | prefill time | memory freed | cheaper prefill | served", lines, *files)
 
 
+def ruler() -> str:
+    """Scores in RULER's tasks, of a pretrained model and of what was made from it."""
+    rows = read("quality/ruler.json")["rows"]
+    scores = {(row["task"], row["model"]): f"{row['score']:.2f}" for row in rows}
+    tasks, models = (list(dict.fromkeys(names)) for names in zip(*scores))
+    lines = [[f"`{task}`", *(scores.get((task, model), MISSING) for model in models)] for task in tasks]
+    return with_sources(" | ".join(["task", *(f"`{model}`" for model in models)]), lines, "quality/ruler.json")
+
+
 def _range(interval: list[float]) -> str:
     return f"{interval[0]:.3f} to {interval[1]:.3f}"
 
@@ -338,7 +347,7 @@ FRONT_PAGE = (
 )
 
 TABLES = (
-    *(speed, targets, smollm2, quality, cache_methods, growth, memory),
+    *(speed, targets, smollm2, quality, cache_methods, ruler, growth, memory),
     *(long_context, split, telemetry, books, costs, front_page),
 )
 

@@ -193,6 +193,14 @@ def test_committed_figures_of_methods_follow_from_their_passages(name):
         assert again == {key: row[key] for key in again}
 
 
+def test_committed_scores_of_ruler_follow_from_their_texts():
+    rows = json.loads((RESULTS / "ruler.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        assert len(row["scores"]) == row["samples"] == 20
+        assert row["score"] == pytest.approx(sum(row["scores"]) / 20)
+    assert {row["model"] for row in rows} <= {"smollm2.gguf", "smollm2-ls", "smollm2-ls-healed"}
+
+
 def test_whole_layers_have_the_highest_scores():
     scores = torch.tensor([[5.0, 0.0], [3.0, 3.0], [0.0, 0.0], [2.0, 2.0]])
     assert cache_methods.whole_layers(scores, 5) == [[0, 1], [0, 1], [], []]
