@@ -100,7 +100,7 @@ def test_numbers_at_the_top_are_those_of_the_results():
     window = int(re.search(r"others see\s+(\d+) tokens", report)[1])
     cache = (kept + (total - kept) * window / 8192) / total
     assert f"**{cache:.0%} of the KV cache**" in top and "at 8,192 tokens" in top
-    source, converted, _, _, larger = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
+    source, converted, _, _, larger, _ = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
     perplexity = converted["perplexity"]["8192"]
     assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["8192"]["value"])
     assert perplexity["tokens"] == 5 * 8192 and "here on five texts of that length" in top
@@ -130,8 +130,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         " ".join(read(f"docs/{page}.md").split()) for page in ("measurements", "related-work", "choosing-heads")
     )
     rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    _, ours, _, healed, larger = (f"{row['perplexity']['2048']['ratio']:.3f}" for row in rows)
-    _, ours_long, _, healed_long, larger_long = (f"{row['perplexity']['8192']['ratio']:.3f}" for row in rows)
+    _, ours, _, healed, larger, _ = (f"{row['perplexity']['2048']['ratio']:.3f}" for row in rows)
+    _, ours_long, _, healed_long, larger_long, _ = (f"{row['perplexity']['8192']['ratio']:.3f}" for row in rows)
     healing = json.loads(read("benchmarks/results/quality/healing.json"))
     assert round(healing["train_seconds"] / 3600, 1) == 1.2 and healing["step"] == 110
     kinds = ("literal", "paraphrased", "one of several")
@@ -202,6 +202,14 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
 
 def test_figures_of_healing_for_vllm_are_those_of_the_run():
     page = " ".join(read("docs/healing.md").split())
+    *_, healed, _, for_vllm = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
+    ratios = [[f"{row['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192")] for row in (healed, for_vllm)]
+    assert f"is {ratios[1][0]} of the source's in blocks of 2,048 tokens and {ratios[1][1]} in blocks of" in page
+    assert f"8,192 (healed: {ratios[0][0]} and {ratios[0][1]})" in page
+    found = [
+        sum(round(x["questions"] * x["exact"]) for x in row["far"]["1024"].values()) for row in (healed, for_vllm)
+    ]
+    assert f"{found[1]} of 145 numbers at least 1,024 tokens back (healed: {found[0]})" in page
     before, run = (json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-for-vllm"))
     ratio = run["eval_perplexity"] / before["eval_perplexity"]
     assert f"is {run['perplexity_before_training']:.1f} at first and {run['eval_perplexity']:.1f} after these" in page
