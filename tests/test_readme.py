@@ -125,6 +125,25 @@ def test_numbers_at_the_top_are_those_of_the_results():
     assert f"({source['retrieval']['4096']['passages']} texts; before conversion, {before:.0%})" in page
 
 
+def test_the_timed_model_is_the_converted_one():
+    measurements = " ".join(read("docs/measurements.md").split())
+    report = read("benchmarks/results/quality/conversion.md")
+    result = json.loads(read("benchmarks/results/bench/smollm2/bench-cpu.json"))
+    layers = re.findall(r"^\| \d+ \|.*\|$", report[report.index("## Which heads change") :], re.MULTILINE)
+    query_heads = [3 * (layer.count("**") // 2) for layer in layers]  # a bold head serves three
+    assert sum(query_heads) == 27 and result["model"]["num_global_heads"] == query_heads
+    assert f"the others see\n{result['model']['sliding_window']} tokens" in report
+    _, decode = result["rows"]
+    (ratio,) = (
+        x["median"] for x in decode["ratios"] if (x["benchmark"], *x["families"]) == ("decode", "mhsa", "llama")
+    )
+    assert f"with all heads global, our code takes {ratio:.2f} of Llama's time" in measurements
+    flops = re.search(r"\| 8,192 \| forward FLOPs per token \|.*\| ([\d.]+%) \|", report)[1]
+    assert f"The prefill has {flops} of the source's FLOPs" in measurements
+    ours, theirs = (decode["cache_bytes"][family] / 1e6 for family in ("lsgpt", "llama"))
+    assert f"and {theirs:.0f} MB of cache in Llama, {ours:.0f} MB here" in measurements
+
+
 def test_figures_of_conversions_in_prose_are_those_of_the_results():
     measurements, related, choosing = (
         " ".join(read(f"docs/{page}.md").split()) for page in ("measurements", "related-work", "choosing-heads")
