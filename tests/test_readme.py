@@ -16,6 +16,7 @@ import pytest
 
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.benchmarks import quality
 from lsgpt.configuration import load_preset
 from lsgpt.training.data import load_documents, train_tokenizer
 
@@ -217,6 +218,27 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     ours, layers, duo, _ = (f"{more.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
     assert f"has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}." in measurements
     assert f"drop tokens find at most {max(*found.values(), *more.values()):.2f} of the numbers" in measurements
+
+
+def test_figures_of_longer_healing_are_those_of_the_run():
+    measurements = " ".join(read("docs/measurements.md").split())
+    lines = [json.loads(line) for line in read("benchmarks/results/quality/quality.jsonl").splitlines()]
+    found = {(line["model"], line["kind"], line["size"], line["index"]): line for line in lines}
+    _, shorter, longer = quality.summarize(["smollm2.gguf", "smollm2-ls-healed", "smollm2-ls-healed-longer"], found)
+    runs = [json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-longer")]
+    hours = sum(run["train_seconds"] for run in runs) / 3600
+    assert f"Longer healing ([{hours:.1f} hours](" in measurements
+    assert f"--max_steps {runs[1]['step']} --max_eval_blocks 4" in measurements
+    before, after = (f"{runs[1][x]:.1f}" for x in ("perplexity_before_training", "eval_perplexity"))
+    ratios = "{:.3f} ({:.3f})".format(*(longer["perplexity"][n]["ratio"] for n in ("2048", "8192")))
+    own = f"though not on the run's own four blocks ({after} before and after)"
+    assert f"lowers the perplexity to {ratios}, {own}, and" in measurements and before == after
+    of_shorter, of_longer = (
+        [round(x["questions"] * x["exact"]) for x in row["far"]["1024"].values()] for row in (shorter, longer)
+    )
+    by_kind = "{}, {} and {}".format(*of_longer)
+    assert f"and finds no more numbers: {sum(of_longer)} ({by_kind})." in measurements
+    assert sum(of_longer) <= sum(of_shorter)
 
 
 def test_figures_of_healing_for_vllm_are_those_of_the_run():
