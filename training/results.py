@@ -44,6 +44,8 @@ class RunResult:
     loss_by_position: list[float] = field(default_factory=list)
     prompt: str = "The"
     """The first words of the evaluation text, which the model continues in the report."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The hardware, versions and commit of the training, see `describe_environment`."""
 
     @property
     def status(self) -> str:

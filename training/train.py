@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lsgpt.configuration import LSGPTConfig, load_recipe
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import load_complete, with_unit
-from lsgpt.utilities.environment import peak_memory, reset_peak_memory
+from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
 from .averaging import AveragedWeightsCallback, check_averages
@@ -367,6 +367,7 @@ def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_per
         train_seconds=seconds,
         loss_by_position=trainer.compute_metrics.loss_by_position.tolist(),
         prompt=_first_words(trainer),
+        environment=describe_environment(),
     )
 
 

@@ -1,6 +1,7 @@
 """Every engine against the dense reference: outputs, gradients of q, k and v, exact zeros where nothing may flow.
 
-The flash_attention engines need a GPU and the flash-attn package: only their refusals are tested here.
+Some tests need a GPU (`make test-gpu`). The flash_attention engines also need the flash-attn package: only their
+refusals are tested here.
 """
 
 import inspect
@@ -33,6 +34,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernel
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
 
 WINDOW = 10
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 63, 111)
 HEADS = {  # query heads, global heads, key/value heads
     "H6-G1": (6, 1, 6),
@@ -265,6 +268,27 @@ def test_sinks_of_triton_equal_dense_reference(name, sinks):
     with torch.device(DEVICE):
         check(HEADS["H6-G3-KV2"], "triton", torch.float32, 49, name, batch_size=2, **sinks)
         check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **sinks)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "triton"])
+def test_engines_on_a_gpu_equal_dense_reference(engine, name):
+    with torch.device(DEVICE):
+        for heads, length in itertools.product(("H12-G1", "H12-G4-KV6", "H4-global", "H4-local-KV1"), (63, 301)):
+            for dtype, sinks in itertools.product((torch.float32, torch.bfloat16), ({}, SINKS, LATE)):
+                if heads != "H4-global" or not sinks:
+                    check(HEADS[heads], engine, dtype, length, name, 2, head_dim=32, window=50, **sinks)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("options", [{}, SINKS, LATE, {"attn_logit_softcapping": 0.5}], ids=str)
+@pytest.mark.parametrize("name", ["plain", "left", "packed-right"])
+def test_flex_attention_on_a_gpu_equals_dense_reference(name, options, fresh_compiler):
+    """Compiled, and with gradients, as it is used there."""
+    with torch.device(DEVICE):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(HEADS["H12-G4-KV6"], "flex_attention", dtype, 301, name, 2, head_dim=32, window=50, **options)
 
 
 @pytest.mark.parametrize("parameter", ["s_aux", "learnable_sink", "dropout_p", None])

@@ -380,3 +380,15 @@ def test_gradients_flow_through_a_cache_to_what_is_not_cached(tiny_model):
     model(inputs_embeds=prompt, past_key_values=cache)
     parts = [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), [prompt, weight]), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention", "triton"])
+def test_generates_on_a_gpu_what_it_does_on_the_cpu(tiny_model, engine, fresh_compiler):
+    """With a static cache, `generate` compiles the decoding step there, and replays it as a CUDA graph."""
+    shape = SPLITS["late-sinks"] | {"head_dim": 16}
+    on_cpu, on_gpu = tiny_model(**shape), tiny_model(engine=engine, **shape).to("cuda")
+    ids = torch.randint(97, (2, 40))
+    for options in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 15}, {"num_beams": 2}):
+        wanted = greedy(on_cpu, ids, **{**options, "cache_implementation": None})
+        assert torch.equal(greedy(on_gpu, ids.to("cuda"), **options).cpu(), wanted), options
