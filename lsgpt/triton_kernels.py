@@ -105,8 +105,7 @@ def fused_attention_forward(
 
 def _check(query: torch.Tensor):
     remedy = 'use attn_implementation="sdpa"'
-    is_interpreted = not isinstance(_forward_kernel, triton.JITFunction)
-    if query.device.type != "cuda" and not is_interpreted:
+    if query.device.type != "cuda" and not IS_INTERPRETED:
         raise ValueError(
             f"`triton` runs on CUDA devices; got tensors on {query.device}. Move the model there, or {remedy}"
         )
@@ -115,7 +114,7 @@ def _check(query: torch.Tensor):
             f"`triton` computes in float16, bfloat16 or float32; got {query.dtype}. Load the model "
             f"in one of these, or {remedy}"
         )
-    if is_interpreted and query.dtype == torch.bfloat16:
+    if IS_INTERPRETED and query.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 with it")
     if query.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(f"`head_dim` must be at most {MAX_HEAD_DIM} with `triton`; got {query.shape[-1]}; {remedy}")
@@ -527,3 +526,7 @@ def _backward_queries_kernel(
             q_gradient += _multiply(logits_gradient.to(k.dtype), k)
     q_gradient *= scaling
     _store_rows(query_gradient, q_gradient, sequence, head, start, q_length, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D)
+
+
+IS_INTERPRETED = not isinstance(_forward_kernel, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, on any device. (`torch.compile` cannot ask this of a kernel.)"""

@@ -70,6 +70,12 @@ Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, whe
 (`lsgpt.benchmarks.narrow_heads` measures how much).
 """
 
+EMPTY_ROWS = ("cpu",)
+"""
+Devices on which the gradients of PyTorch's kernels are finite where a query sees nothing, as padding on the left does.
+With PyTorch 2.11 on an H200, they were NaN.
+"""
+
 
 @dataclass
 class AttentionMasks:
@@ -189,7 +195,7 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     v = mask_function
     window = v.window or v.kv_length
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
-        return blocked_mask(v)
+        return _fill_empty_rows(blocked_mask(v), v)
     # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
     if not is_torchdynamo_exporting():
         is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
@@ -201,7 +207,14 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
         is_large = v.q_length > 1 and v.q_length * v.kv_length >= MASKED_PAIRS
         if v.is_plain and is_end and is_large and v.kv_length <= window and not v.has_sinks and not is_tracing():
             return Past(v.kv_length - v.q_length)
-    return v.dense()
+    return _fill_empty_rows(v.dense(), v)
+
+
+def _fill_empty_rows(mask: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """Lets queries that see nothing see everything, where that is needed: their outputs are not used."""
+    if torch.device(visibility.device).type in EMPTY_ROWS or visibility.is_plain or mask.dtype != torch.bool:
+        return mask
+    return mask | ~mask.any(-1, keepdim=True)
 
 
 def windowed_sdpa_attention_forward(

@@ -100,6 +100,15 @@ def fresh_compiler():
 
 
 @pytest.fixture
+def on_gpu_if_any():
+    """Tensors and models are made on a GPU if there is one, where Triton's kernels need it."""
+    import torch
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+@pytest.fixture
 def four_threads():
     """What the CPU's engines do for several threads."""
     import torch

@@ -270,6 +270,23 @@ def test_sinks_of_triton_equal_dense_reference(name, sinks):
         check(HEADS["H4-local-KV1"], "triton", HALF, 63, name, batch_size=2, head_dim=36, **sinks)
 
 
+@pytest.mark.parametrize("options", [{}, SINKS, LATE], ids=str)
+@pytest.mark.parametrize("length", [WINDOW, 63])
+def test_padding_sees_something_where_kernels_need_it(length, options, monkeypatch):
+    """As on GPUs, where gradients would be NaN; dense and in blocks."""
+    config = build(HEADS["H12-G4-KV6"], "sdpa", torch.float32)[1]
+    left = {"attention_mask": pad(3, length, "left")}
+    on_cpu = masks_for(config, torch.empty(3, length, 0), **left).masks
+    assert not any(mask.any(-1).all() for mask in on_cpu.values())
+    monkeypatch.setattr(attention_lsgpt, "EMPTY_ROWS", ())
+    on_gpu = masks_for(config, torch.empty(3, length, 0), **left).masks
+    assert on_gpu[LOCAL].ndim == (4 if length == WINDOW else 5)
+    for kind, mask in on_gpu.items():
+        seen = on_cpu[kind].any(-1)
+        assert mask.any(-1).all() and torch.equal(mask[seen], on_cpu[kind][seen])
+    check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, "left", **options)
+
+
 @on_a_gpu
 @pytest.mark.parametrize("name", ["plain", "left", "right", "packed", "packed-right"])
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "triton"])

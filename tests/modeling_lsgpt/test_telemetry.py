@@ -60,7 +60,7 @@ def test_a_custom_mask_says_by_itself_who_may_attend(hidden):
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "eager", "flex_attention", "triton"])
-def test_padding_at_the_end_counts_for_nothing(tiny_model, engine):
+def test_padding_at_the_end_counts_for_nothing(tiny_model, engine, on_gpu_if_any):
     model = tiny_model(engine=engine).requires_grad_(False)
     ids, mask = torch.randint(97, (2, 40)), torch.ones(2, 40)
     expected = measure_max_logits(model, input_ids=ids[:, :25])
@@ -81,7 +81,7 @@ def test_after_a_cache(tiny_model, is_static):
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "triton"])
-def test_a_window_that_is_changed_is_measured(tiny_model, engine):
+def test_a_window_that_is_changed_is_measured(tiny_model, engine, on_gpu_if_any):
     """What attention computes and what is measured read the same configuration at the same time."""
     ids = torch.randint(97, (1, 60))
     expected = measure_max_logits(tiny_model(engine=engine, sliding_window=30), input_ids=ids)
@@ -92,7 +92,7 @@ def test_a_window_that_is_changed_is_measured(tiny_model, engine):
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "triton"])
-def test_a_logit_that_is_no_number_shows(tiny_model, engine):
+def test_a_logit_that_is_no_number_shows(tiny_model, engine, on_gpu_if_any):
     model = tiny_model(engine=engine)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
