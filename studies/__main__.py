@@ -20,7 +20,7 @@ def main(name: str, arm: str, seed: str, folder: str, *fields: str):
     # With large logits, many probabilities are below 1e-38, where float32 is denormal and attention on a CPU takes
     # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
-    start, environment = time.perf_counter(), describe_environment()  # the commit that the run begins with
+    start, environment = time.perf_counter(), describe_environment()
     study = RecipeArms(Path(folder)) if name == RecipeArms.name else load_study(name)
     values = study.run(arm, int(seed), Path(folder), fields)
     line = {
@@ -30,7 +30,7 @@ def main(name: str, arm: str, seed: str, folder: str, *fields: str):
         "seconds": round(time.perf_counter() - start, 1),
         "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "criteria": study.digest(),
-        "environment": values.pop("environment", environment),
+        "environment": values.pop("environment", None) or environment,  # that of the training, if there was one
         "values": values,
     }
     file = result_file(Path(folder), arm, int(seed))

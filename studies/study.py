@@ -138,7 +138,7 @@ class TrainingStudy(Study):
         trained = _trained_tokenizer(join_arm(base.recipe, arm, self.arms[arm]))
         if (tokenizer := folder / "tokenizer").exists() and trained == _trained_tokenizer(base):
             overrides += ["--tokenizer", str(tokenizer)]
-        if not (was_trained := (run_folder / "results.json").exists()):
+        if not (run_folder / "results.json").exists():
             if checkpoint := find_checkpoint_or_delete_run(run_folder):
                 overrides += ["--resume_from_checkpoint", str(checkpoint)]
             arguments = join_arm(base.recipe, arm, self.arms[arm], overrides)
@@ -146,9 +146,7 @@ class TrainingStudy(Study):
             self.change(trainer, arm)
             if train(trainer, arguments) is None:
                 raise SystemExit("interrupted; the checkpoint is saved")
-        values = collect(run_folder) | self.measure(run_folder)
-        # A run may be trained on a machine with a GPU, and measured on another.
-        return values | ({"environment": RunResult.read(run_folder).environment} if was_trained else {})
+        return collect(run_folder) | self.measure(run_folder)
 
     def change(self, trainer: LSGPTTrainer, arm: str):
         """Makes changes to the trainer of a run that a recipe cannot express."""
@@ -257,7 +255,7 @@ def collect(folder: Path) -> dict:
     first_loss = losses[0][1] if losses else math.nan
     kept = ("status", "step", "eval_loss", "eval_bits_per_byte", "max_logit", "parameters", "train_seconds")
     is_finite = result.outcome == "finished" and math.isfinite(result.eval_loss)
-    return {name: getattr(result, name) for name in kept} | {
+    return {name: getattr(result, name) for name in (*kept, "environment")} | {
         "diverged": not is_finite or result.eval_loss >= first_loss,
         "first_loss": first_loss,
         "spike_score": spike_score([loss for _, loss in losses]),

@@ -280,6 +280,7 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
         teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
         if is_main:
             print(f"Perplexity of the teacher on the validation text: {teacher_perplexity:.2f}", flush=True)
+    environment = describe_environment()  # with the commit that the run begins with
     reset_peak_memory()  # loading and tokenizing may have taken more than the training will
     seconds = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics["train_runtime"]
     if _callback(trainer, SaveOnSignalCallback).was_signalled:
@@ -297,7 +298,7 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
         last_log = trainer.evaluate()
     results = None
     if is_main:
-        results = _make_result(trainer, last_log, seconds, teacher_perplexity)
+        results = _make_result(trainer, last_log, seconds, teacher_perplexity, environment)
         _report(trainer, arguments, results)
     if args.push_to_hub:
         trainer.push_to_hub()
@@ -334,7 +335,9 @@ Next:
   tokenizer = AutoTokenizer.from_pretrained("{folder}")""")
 
 
-def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_perplexity: float | None) -> RunResult:
+def _make_result(
+    trainer: Trainer, evaluation: dict, seconds: float, teacher_perplexity: float | None, environment: dict[str, str]
+) -> RunResult:
     state, timer = trainer.state, _callback(trainer, StepTimerCallback)
     telemetry = _callback(trainer, LogitTelemetryCallback)
     outcome, stopped_by = "finished", None
@@ -367,7 +370,7 @@ def _make_result(trainer: Trainer, evaluation: dict, seconds: float, teacher_per
         train_seconds=seconds,
         loss_by_position=trainer.compute_metrics.loss_by_position.tolist(),
         prompt=_first_words(trainer),
-        environment=describe_environment(),
+        environment=environment,
     )
 
 

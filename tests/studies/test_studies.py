@@ -25,6 +25,7 @@ from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file
 from lsgpt.studies.study import NUM_POINTS, Study, spike_score, thin
 from lsgpt.training.train import largest
+from lsgpt.utilities.environment import describe_environment
 
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +95,14 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     assert [(line["arm"], line["values"]) for line in read_lines(report.parent)] == [(arm, line["values"])]
 
 
-def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("trained_on", [{}, {"hardware": "a GPU"}], ids=["here", "elsewhere"])
+def test_runs_flush_denormal_numbers(tmp_path, monkeypatch, trained_on):
     class Products:
         digest = Study.digest
         comparisons = {}
 
         def run(self, arm, seed, folder, fields):
-            return {"product": (torch.tensor([1e-30]) * 1e-10).item()}
+            return {"product": (torch.tensor([1e-30]) * 1e-10).item(), "environment": trained_on}
 
     monkeypatch.setattr(one_run, "load_study", lambda name: Products())
     assert Products().run("arm", 42, tmp_path, ())["product"] > 0
@@ -108,7 +110,9 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch):
         one_run.main("products", "arm", "42", str(tmp_path))
     finally:
         torch.set_flush_denormal(False)
-    assert json.loads(result_file(tmp_path, "arm", 42).read_text())["values"] == {"product": 0}
+    line = json.loads(result_file(tmp_path, "arm", 42).read_text())
+    assert line["values"] == {"product": 0}
+    assert line["environment"] == (trained_on or describe_environment())  # of an earlier training, or of this process
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,7 @@ def test_long_runs_are_measured(tmp_path, monkeypatch):
     run = runs["ls-rope"][0]
     assert run["validation"]["2"] > run["validation"]["4"]
     assert run["validation"]["4"] == pytest.approx(run["eval_loss"])
+    assert run["environment"] == describe_environment()  # of the training: the measuring may be done elsewhere
     assert all(abs(loss - run["eval_loss"]) < 0.5 for loss in run["by_context"].values())
     assert run["looks"]["is_local"] == [[False] + [True] * 5]
     text = report_of(study, runs, tmp_path / "report")
