@@ -40,7 +40,7 @@ test-pretrained: $(VENV)/installed  ## Convert, train and publish the real SmolL
 # In an environment with a CUDA build of PyTorch: VIRTUAL_ENV or VENV names it.
 test-gpu: $(VENV)/installed  ## Run the tests of attention, kernels, generation and telemetry on a GPU
 	$(RUN) pytest -n 4 --dist worksteal tests/modeling_lsgpt/test_attention.py tests/modeling_lsgpt/test_generation.py \
-	  tests/modeling_lsgpt/test_triton.py tests/modeling_lsgpt/test_telemetry.py
+	  tests/modeling_lsgpt/test_triton.py tests/modeling_lsgpt/test_telemetry.py -k "gpu or triton"
 
 docs: $(VENV)/installed  ## Build the site into build/site, and stop at any warning or broken link
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build

@@ -331,6 +331,24 @@ def checks_of_logits() -> list[Check]:
             *integers(ls),
         ),
         row("[2,048 tokens", doublings("lengths", "mhsa-n2048", "mhsa-n64"), 1, 2),
+        *checks_of_the_papers_size(),
+    ]
+
+
+def checks_of_the_papers_size() -> list[Check]:
+    """The paper's first experiment at its own size, of which there is one seed of two arms."""
+    study = results("paper-size")
+    (mhsa,), (ls,) = (study[arm].values() for arm in ("mhsa", "ls"))
+    assert len(study) == 2 and not (mhsa["diverged"] or ls["diverged"])
+    top = {name: max(map(max, mhsa["parts"][name])) for name in ("max_logit", "max_position")}
+    leads = (mhsa["validation"][step] - ls["validation"][step] for step in ("5000", "20000"))
+    logits = [decimal(run["max_logit"], 0) for run in (mhsa, ls)]
+    return [
+        prose(CLAIMS, "the largest logit is {} in `mhsa` (paper: above 400) and {} in `ls` (below 50)", *logits),
+        prose(CLAIMS, "Of the trained `mhsa`'s {}, {} are due to positions", *(decimal(x, 0) for x in top.values())),
+        prose(CLAIMS, "`ls` leads by {} nats at step 5,000, and by {} at 20,000", *(decimal(x, 2) for x in leads)),
+        prose(CLAIMS, "the paper's size ({} of 5 runs)", str(len(lines_of("paper-size")))),
+        prose(README, "at the paper's size (single runs), {} and {}. Nothing", *logits),
     ]
 
 
@@ -342,27 +360,20 @@ def checks_of_losses() -> list[Check]:
     stabilized = [best_rate(study, f"mhsa-{x}", RATES[1:4]) for x in ("qknorm", "softcap", "zloss", "qkclip", "adagc")]
     assert with_norm == lowest(study, stabilized), "QK-norm must be the best stabilizer of `mhsa`"
     longest, shortest = (difference("lengths", f"mhsa-n{n}", f"ls-n{n}") for n in (2048, 64))
-    steps = (3006, 5010, 10020, 20000)
-    rows = [prose(CLAIMS, f"|{step:,}|{{}} ({{}} to {{}})|", *effect(gap_at(step))) for step in steps]
+    leads = [{seed: -gap for seed, gap in gap_at(step).items()} for step in (3006, 20000)]
     return [
         loss_row("[Best rate of each]", difference("learning-rates", ls, mhsa)),
         loss_row("[2.3M parameters]", books("ls", "mhsa")),
         loss_row("[20,000 steps]*final validation loss", difference("long-training", "ls", "mhsa")),
-        *rows,
         prose(
             CLAIMS,
-            "From step 3,006 to 20,000 the lead shrank by {} ({} to {})",
-            *effect(minus(gap_at(20000), gap_at(3006))),
-        ),
-        prose(
-            CLAIMS,
-            "{} nats at step 3,006 and {} at 20,000",
-            *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
+            "from {} nats ({} to {}) at step 3,006 to {} ({} to {}) at 20,000, by {} ({} to {})",
+            *(figure for differences in (*leads, minus(*leads)) for figure in effect(differences)),
         ),
         prose(
             README,
-            "shrinks from {} nats (natural logarithms) per token to {}, no",
-            *(decimal(-interval(gap_at(x))[0], 2) for x in (3006, 20000)),
+            "shrinks from {} nats (log units) per token to {}, indistinguishable",
+            *(decimal(statistics.fmean(lead.values()), 2) for lead in leads),
         ),
         loss_row("[RoPE]*lower loss", difference("positions", "ls-rope", "mhsa-rope")),
         loss_row("No positions: lower loss", difference("positions", "ls-none", "mhsa-none")),

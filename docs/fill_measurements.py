@@ -14,6 +14,7 @@ from lsgpt.benchmarks.cache_methods import PROPERTIES
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
 from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
+from lsgpt.benchmarks.timing import fastest, ratio
 from lsgpt.configuration import LSGPTConfig, load_preset
 from lsgpt.utilities import table, with_unit
 
@@ -123,6 +124,19 @@ def smollm2() -> str:
     for (_, benchmark, *pair), lengths in SMOLLM2_TARGETS.items():
         rows += [[benchmark, f"{n:,}", with_spread(x)] for n in lengths if (x := ratios.get((benchmark, *pair, n)))]
     return with_sources("| tokens | relative to Llama", rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
+
+
+def gpu() -> str:
+    """The time of a converted model on a GPU, by attention implementation."""
+    file, rows = "bench/h200/bench-cuda.json", []
+    for row in read(file)["rows"]:
+        seconds = row["seconds"]
+        for engine in ("triton", "sdpa"):
+            name = f"lsgpt {engine}"
+            found = [ratio(seconds[name], seconds[fastest(seconds, family)]) for family in ("mhsa", "llama")]
+            cells = [with_spread(x | {"rounds": len(seconds[name]), "benchmark": row["benchmark"]}) for x in found]
+            rows.append([f"{row['benchmark']}, `{engine}`", f"{row['length']:,}", *cells])
+    return with_sources("| tokens | relative to `mhsa` | relative to Llama", rows, file)
 
 
 def quality() -> str:
@@ -347,7 +361,7 @@ FRONT_PAGE = (
 )
 
 TABLES = (
-    *(speed, targets, smollm2, quality, cache_methods, ruler, growth, memory),
+    *(speed, targets, smollm2, gpu, quality, cache_methods, ruler, growth, memory),
     *(long_context, split, telemetry, books, costs, front_page),
 )
 
