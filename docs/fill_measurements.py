@@ -148,12 +148,11 @@ def quality() -> str:
     if "cache" in first:
         cells = [f"{row['cache']['ratio']:.3f}" for row in results]
         lines.append([f"cache after {first['cache']['tokens']:,} tokens, as a fraction of the source's", *cells])
-    for size, x in first["perplexity"].items():
-        cells = [
-            f"{row['value']:.2f}" + (f": {row['ratio']:.3f} ({_range(row['interval'])}) of the source's" if i else "")
-            for i, row in enumerate(row["perplexity"][size] for row in results)
-        ]
-        lines.append([f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}", *cells])
+    more = {row["model"]: row for row in read("quality/perplexity.json")["rows"]}
+    for rows in ([more.get(row["model"]) for row in results], results):
+        for size, x in rows[0]["perplexity"].items():
+            cells = [_perplexity(row["perplexity"][size]) if row else MISSING for row in rows]
+            lines.append([f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}", *cells])
     for size, of_source in first["retrieval"].items():
         for kind in [kind for kind in of_source if kind != "passages"]:
             found = [row["retrieval"][size][kind] for row in results]
@@ -165,7 +164,12 @@ def quality() -> str:
             cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
             lines.append([f"{kind}, {found[0]['questions']} at least {int(distance):,} tokens back", *cells])
     header = " | ".join(["", *(f"`{row['model']}`" for row in results)])
-    return with_sources(header, lines, "quality/quality.json")
+    return with_sources(header, lines, "quality/quality.json", "quality/perplexity.json")
+
+
+def _perplexity(row: dict) -> str:
+    of_source = f": {row['ratio']:.3f} ({_range(row['interval'])}) of the source's" if row["ratio"] != 1 else ""
+    return f"{row['value']:.2f}{of_source}"
 
 
 def cache_methods() -> str:

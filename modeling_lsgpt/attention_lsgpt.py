@@ -70,7 +70,7 @@ Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, whe
 (`lsgpt.benchmarks.narrow_heads` measures how much).
 """
 
-EMPTY_ROWS = ("cpu",)
+TAKE_EMPTY_ROWS = ("cpu",)
 """
 Devices on which the gradients of PyTorch's kernels are finite where a query sees nothing, as padding on the left does.
 With PyTorch 2.11 on an H200, they were NaN.
@@ -212,7 +212,7 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
 
 def _fill_empty_rows(mask: torch.Tensor, visibility: Visibility) -> torch.Tensor:
     """Lets queries that see nothing see everything, where that is needed: their outputs are not used."""
-    if torch.device(visibility.device).type in EMPTY_ROWS or visibility.is_plain or mask.dtype != torch.bool:
+    if torch.device(visibility.device).type in TAKE_EMPTY_ROWS or visibility.is_plain or mask.dtype != torch.bool:
         return mask
     return mask | ~mask.any(-1, keepdim=True)
 

@@ -94,6 +94,18 @@ def prose(text):
     return re.sub(r"<!-- table: .*?<!-- end -->|<picture>.*?</picture>|```.*?```", "", text, flags=re.DOTALL)
 
 
+def perplexities():
+    """The rows of the source, the conversion and the healed model on all tokens, made anew from every block."""
+    result = json.loads(read("benchmarks/results/quality/perplexity.json"))
+    names = [row["model"] for row in result["rows"]]
+    lines = [json.loads(line) for line in read("benchmarks/results/quality/quality.jsonl").splitlines()]
+    blocks = {(x["model"], x["kind"], x["size"], x["index"]): x for x in lines if x["kind"] == "perplexity"}
+    rows = quality.summarize(names, blocks)
+    assert [row["perplexity"] for row in rows] == [row["perplexity"] for row in result["rows"]]
+    assert names == ["smollm2.gguf", "smollm2-ls", "smollm2-ls-healed"]
+    return rows
+
+
 def test_numbers_at_the_top_are_those_of_the_results():
     top = " ".join(read("README.md").partition("\n## ")[0].split())
     report = read("benchmarks/results/quality/conversion.md")
@@ -102,13 +114,14 @@ def test_numbers_at_the_top_are_those_of_the_results():
     cache = (kept + (total - kept) * window / 8192) / total
     assert f"**{cache:.0%} of the KV cache**" in top and "at 8,192 tokens" in top
     source, converted, _, _, larger, _ = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    perplexity = converted["perplexity"]["8192"]
-    assert perplexity["ratio"] == pytest.approx(perplexity["value"] / source["perplexity"]["8192"]["value"])
-    assert perplexity["tokens"] == 5 * 8192 and "here on five texts of that length" in top
+    of_source, perplexity, _ = (row["perplexity"]["8192"] for row in perplexities())
+    assert perplexity["ratio"] == pytest.approx(perplexity["value"] / of_source["value"])
+    assert perplexity["tokens"] == 25 * 8192 and "on 25 such texts" in top
     more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
     assert re.search(rf"for {more:.1%} more perplexity \([^)]*95% interval: {low:.1%} to {high:.1%}\)", top)
     more = larger["perplexity"]["8192"]["ratio"] - 1
-    assert f"With 35%, it is {more:.1%}, and hidden numbers are found as often as before." in top
+    assert larger["perplexity"]["8192"]["tokens"] == 5 * 8192
+    assert f"With 35%, it is {more:.1%} (on five), and hidden numbers are found as often as before." in top
     assert larger["cache"]["ratio"] == pytest.approx(0.35, abs=0.005)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
@@ -150,8 +163,12 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         " ".join(read(f"docs/{page}.md").split()) for page in ("measurements", "related-work", "choosing-heads")
     )
     rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    _, ours, _, healed, larger, _ = (f"{row['perplexity']['2048']['ratio']:.3f}" for row in rows)
-    _, ours_long, _, healed_long, larger_long, _ = (f"{row['perplexity']['8192']['ratio']:.3f}" for row in rows)
+    larger, larger_long = (f"{rows[4]['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192"))
+    _, *of_models = perplexities()
+    assert all(x["tokens"] >= 200_000 for row in of_models for x in row["perplexity"].values())
+    (ours, ours_long), (healed, healed_long) = (
+        [f"{row['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192")] for row in of_models
+    )
     healing = json.loads(read("benchmarks/results/quality/healing.json"))
     assert round(healing["train_seconds"] / 3600, 1) == 1.2 and healing["step"] == 110
     kinds = ("literal", "paraphrased", "one of several")
@@ -161,7 +178,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         for n in ("1024", "2048")
     )
     total_near, total_far = (sum(rows[0]["far"][n][kind]["questions"] for kind in kinds) for n in ("1024", "2048"))
-    assert f"{ours} of the source's in blocks of 2,048 tokens, {healed} healed (" in measurements
+    assert f"perplexity is {ours} of the source's in blocks of 2,048 tokens, {healed} healed (" in measurements
     assert f"healed ({ours_long} and {healed_long} in blocks of 8,192)" in measurements
     assert (
         f"of {total_near} numbers at least 1,024 tokens back, the source finds {sum(near[0])} and the conversion "
@@ -196,7 +213,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert (
         f"perplexity {ours_long} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]} found" in choosing
     )
-    assert f"(0.35 of the cache), {larger_long} and {at_8192[4]} |" in choosing
+    assert f"(0.35 of the cache), {larger_long} (fewer texts) and {at_8192[4]} |" in choosing
     assert f"20% of the cache at 8,192 tokens, {float(ours_long) - 1:.1%} more perplexity without training" in choosing
     methods = json.loads(read("benchmarks/results/quality/cache_methods.json"))
     perplexity = {row["method"]: row["perplexity_ratio"] for row in methods["rows"] if row["method"] != "source"}
@@ -230,9 +247,16 @@ def test_figures_of_longer_healing_are_those_of_the_run():
     assert f"Longer healing ([{hours:.1f} hours](" in measurements
     assert f"--max_steps {runs[1]['step']} --max_eval_blocks 4" in measurements
     before, after = (f"{runs[1][x]:.1f}" for x in ("perplexity_before_training", "eval_perplexity"))
-    ratios = "{:.3f} ({:.3f})".format(*(longer["perplexity"][n]["ratio"] for n in ("2048", "8192")))
+    assert {x["tokens"] for row in (shorter, longer) for x in row["perplexity"].values()} == {40_960}
+    ratios = " to ".join(
+        "{:.3f} ({:.3f})".format(*(row["perplexity"][n]["ratio"] for n in ("2048", "8192")))
+        for row in (shorter, longer)
+    )
     own = f"though not on the run's own four blocks ({after} before and after)"
-    assert f"lowers the perplexity to {ratios}, {own}, and" in measurements and before == after
+    assert (
+        f"lowers the perplexity on the first 40,960 of these tokens from {ratios}, {own}, and" in measurements
+        and before == after
+    )
     of_shorter, of_longer = (
         [round(x["questions"] * x["exact"]) for x in row["far"]["1024"].values()] for row in (shorter, longer)
     )

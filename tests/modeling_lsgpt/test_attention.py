@@ -278,7 +278,7 @@ def test_padding_sees_something_where_kernels_need_it(length, options, monkeypat
     left = {"attention_mask": pad(3, length, "left")}
     on_cpu = masks_for(config, torch.empty(3, length, 0), **left).masks
     assert not any(mask.any(-1).all() for mask in on_cpu.values())
-    monkeypatch.setattr(attention_lsgpt, "EMPTY_ROWS", ())
+    monkeypatch.setattr(attention_lsgpt, "TAKE_EMPTY_ROWS", ())
     on_gpu = masks_for(config, torch.empty(3, length, 0), **left).masks
     assert on_gpu[LOCAL].ndim == (4 if length == WINDOW else 5)
     for kind, mask in on_gpu.items():
