@@ -254,7 +254,7 @@ def test_figures_of_longer_healing_are_those_of_the_run():
     )
     own = f"though not on the run's own four blocks ({after} before and after)"
     assert (
-        f"lowers the perplexity on the first 40,960 of these tokens from {ratios}, {own}, and" in measurements
+        f"lowers the perplexity on the first 40,960 tokens from {ratios}, {own}, and" in measurements
         and before == after
     )
     of_shorter, of_longer = (
