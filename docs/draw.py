@@ -8,7 +8,7 @@ heads and models without others, orange for local heads and LSGPT, and grey for 
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -111,23 +111,41 @@ def ratios(benchmark: str) -> dict[int, float]:
     }
 
 
+def label_ends(axes: Axes, x: float, ends: Mapping[str, tuple[float, str]]):
+    """Writes the names of lines beside their right ends, in their colors, one below the other."""
+    place = math.inf
+    for name, (end, color) in sorted(ends.items(), key=lambda item: -item[1][0]):
+        place = min(place - 0.06, end)
+        axes.annotate(name, (x, place), (7, 0), textcoords="offset points", color=color, va="center")
+
+
 def conversion(figure: Figure, scheme: str):
     """What a pretrained model with less cache still finds: beside other methods, and in texts of several lengths."""
     figure.set_size_inches(9, 4)
     left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
-    result = json.loads((RESULTS / "quality" / "cache_methods.json").read_text(encoding="utf-8"))
-    for row in result["rows"]:
-        name, place = row["method"], (row["perplexity_ratio"], row["exact"])
+    files = sorted((RESULTS / "quality").glob("cache_methods*.json"))
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        rows = {row["method"]: row for row in result["rows"]}
+        for name, row in rows.items():
+            lines.setdefault(name, []).append((rows["LSGPT"]["cache_ratio"], row["exact"]))
+    others, ends = [], {}
+    for name, points in lines.items():
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
-        left.plot(*place, "o", color=color)
-        beside = {"xytext": (5, 4), "rotation": 50, "rotation_mode": "anchor"}
-        centred = {"xytext": (0, 7 if name.endswith("healed") else -15), "ha": "center"}
-        text = beside if color == BASELINE else centred
-        left.annotate(name, place, textcoords="offset points", color=color, fontsize=9, **text)
-    share = next(row["cache_ratio"] for row in result["rows"] if row["method"] == "LSGPT")
-    left.set_title(f"numbers found with {share:.0%} of the cache, {result['length']:,} tokens")
-    left.set_xlabel("perplexity, relative to the source")
-    left.margins(x=0.12)
+        left.plot(*zip(*sorted(points)), "o-", color=color, linewidth=2, markersize=4)
+        if len(points) == 1:
+            left.annotate(name, *points, (-7, 0), textcoords="offset points", color=color, ha="right", va="center")
+        elif name in ("source", "LSGPT", "whole layers", "DuoAttention"):
+            ends[name] = max(points)[1], color
+        else:
+            others.append((max(points)[1], name))
+    label_ends(left, max(lines["LSGPT"])[0], ends)
+    names = ",\n".join(name for _, name in sorted(others, reverse=True))
+    left.annotate(names, (max(lines["LSGPT"])[0], 0), (7, 0), textcoords="offset points", color=BASELINE, fontsize=7)
+    left.set_title(f"numbers found in {results[0]['length']:,} tokens")
+    left.set_xlabel("bytes kept, as a fraction of the source's")
+    left.set_xlim(0, 1.5 * max(lines["LSGPT"])[0])
     left.set_ylim(-0.02, 1)
     styles = {
         "smollm2.gguf": ("source", GLOBALS[scheme], "-"),
@@ -146,10 +164,7 @@ def conversion(figure: Figure, scheme: str):
         ]
         right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
         ends[name] = found[-1], color
-    place = math.inf
-    for name, (end, color) in sorted(ends.items(), key=lambda item: -item[1][0]):  # one below the other
-        place = min(place - 0.06, end)
-        right.annotate(name, (lengths[-1], place), (7, 0), textcoords="offset points", color=color, va="center")
+    label_ends(right, lengths[-1], ends)
     right.set_title(f"by length, with {rows[1]['cache']['ratio']:.0%} of the cache")
     right.set_xscale("log", base=2)
     right.set_xlim(right=lengths[-1] * 3.6)
