@@ -181,18 +181,16 @@ def cache_methods() -> str:
         found = f"{row['exact']:.2f} ({_range(row['interval'])})"
         return [f"{row['perplexity_ratio']:.3f}", found, f"{row['cache_ratio']:.2f}"]
 
-    others = {share: f"quality/cache_methods-{share}.json" for share in (10, 35)}
-    others = {share: file for share, file in others.items() if (RESULTS / file).exists()}
-    files = ["quality/cache_methods.json", *others.values()]
-    rows, *others_rows = ({row["method"]: row for row in read(file)["rows"]} for file in files)
+    files = [f"quality/cache_methods{share}.json" for share in ("", "-10", "-35")]
+    rows, *others = ({row["method"]: row for row in read(file)["rows"]} for file in files)
     lines = []
     for method, row in rows.items():
         time = MISSING if row["prefill_ratio"] is None else f"{row['prefill_ratio']:.2f}"
         properties = PROPERTIES.get(method.split()[0], ("",) * 4)[:3]
-        of_others = (cell for each in others_rows for cell in figures(each.get(method)))
+        of_others = (cell for each in others for cell in figures(each.get(method)))
         lines.append([method, *figures(row), *of_others, time, *properties])
     columns = "perplexity | numbers found | bytes held"
-    header = " | ".join([f"method | {columns}", *(f"{share}%: {columns}" for share in others)])
+    header = f"method | {columns} | 10%: {columns} | 35%: {columns}"
     return with_sources(f"{header} | prefill time | memory freed | cheaper prefill | served", lines, *files)
 
 

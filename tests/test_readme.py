@@ -233,8 +233,18 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     more = {row["method"]: row["exact"] for row in larger}
     assert min(larger[1:], key=lambda row: row["perplexity_ratio"])["method"] == "DuoAttention"
     ours, layers, duo, _ = (f"{more.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
-    assert f"has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}." in measurements
-    assert f"drop tokens find at most {max(*found.values(), *more.values()):.2f} of the numbers" in measurements
+    wanted = f"35%, DuoAttention has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}."
+    assert wanted in measurements
+    smaller = json.loads(read("benchmarks/results/quality/cache_methods-10.json"))["rows"]
+    less = {row["method"]: row["exact"] for row in smaller}
+    assert min(smaller[1:], key=lambda row: row["perplexity_ratio"])["method"] == "LSGPT"
+    ours, layers, duo, _ = (f"{less.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
+    wanted = f"10%, LSGPT has the lowest perplexity and finds {ours}, DuoAttention {duo}, whole layers {layers} (the"
+    assert wanted in measurements
+    one, other = (row["interval"] for row in smaller if row["method"] in ("LSGPT", "DuoAttention"))
+    assert max(one[0], other[0]) <= min(one[1], other[1])
+    dropping = max(*found.values(), *more.values(), *less.values())
+    assert f"drop tokens find at most {dropping:.2f} of the numbers" in measurements
 
 
 def test_figures_of_longer_healing_are_those_of_the_run():
