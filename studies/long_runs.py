@@ -119,10 +119,10 @@ class LongRuns(TrainingStudy):
 
 
 class MeasuredRuns(LongRuns):
-    """Long training runs, on whose checkpoints measurements are made."""
+    """Long training runs that are measured after their training."""
 
     steps: tuple[int, ...] = (2500, 5000, 10_000, 20_000)
-    """The steps whose validation loss is shown, multiples of those in `SCHEDULE`."""
+    """The steps whose validation loss is shown, multiples of `eval_steps`."""
     contexts: tuple[int, ...] = (16, 64, 256, 512)
     num_blocks = 16
     """Number of validation blocks for the measurements of attention."""
@@ -135,11 +135,10 @@ class MeasuredRuns(LongRuns):
         blocks = validation_blocks(folder, None, max(self.contexts))
         model = AutoModelForCausalLM.from_pretrained(folder)
         found = dict(points_of(read_metrics(folder / "metrics.jsonl"), "eval_perplexity"))
-        losses = {str(step): math.log(found.get(step, math.inf)) for step in self.steps}  # fewer if the run diverged
         some = blocks[:: max(1, len(blocks) // self.num_blocks)][: self.num_blocks]
         looks = attention_statistics(model, some[: self.num_blocks // 2], self.window)
         return {
-            "validation": losses,
+            "validation": {str(x): math.log(found.get(x, math.inf)) for x in self.steps},  # fewer if it diverged
             "by_context": measurements.losses_by_context(model, blocks, self.contexts, self.num_targets),
             "parts": measurements.parts_of_logits(model, some),
             "looks": {name: getattr(looks, name).tolist() for name in ("is_local", *FIGURES)},

@@ -199,6 +199,7 @@ def write_report(study: Study, folder: str | Path) -> Path:
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
     counts = " or ".join(map(str, sorted({len(of_arm) for of_arm in runs.values()})))
+    # A run that was trained on another machine has as `seconds` those of its measuring alone.
     seconds = format_duration(sum(max(x["seconds"], x["values"].get("train_seconds") or 0) for x in lines))
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""

@@ -229,22 +229,24 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"of this conversion, finds {duo}: the intervals overlap" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
-    larger = json.loads(read("benchmarks/results/quality/cache_methods-35.json"))["rows"]
-    more = {row["method"]: row["exact"] for row in larger}
-    assert min(larger[1:], key=lambda row: row["perplexity_ratio"])["method"] == "DuoAttention"
-    ours, layers, duo, _ = (f"{more.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
-    wanted = f"35%, DuoAttention has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}."
-    assert wanted in measurements
-    smaller = json.loads(read("benchmarks/results/quality/cache_methods-10.json"))["rows"]
-    less = {row["method"]: row["exact"] for row in smaller}
-    assert min(smaller[1:], key=lambda row: row["perplexity_ratio"])["method"] == "LSGPT"
-    ours, layers, duo, _ = (f"{less.pop(name):.2f}" for name in ("LSGPT", "whole layers", "DuoAttention", "source"))
-    wanted = f"10%, LSGPT has the lowest perplexity and finds {ours}, DuoAttention {duo}, whole layers {layers} (the"
-    assert wanted in measurements
-    one, other = (row["interval"] for row in smaller if row["method"] in ("LSGPT", "DuoAttention"))
-    assert max(one[0], other[0]) <= min(one[1], other[1])
-    dropping = max(*found.values(), *more.values(), *less.values())
-    assert f"drop tokens find at most {dropping:.2f} of the numbers" in measurements
+    highest = [max(found.values())]
+    for share, best, text in (
+        (
+            10,
+            "LSGPT",
+            "finds {LSGPT}, DuoAttention {DuoAttention}, whole layers {whole layers} (the first",
+        ),
+        (35, "DuoAttention", "finds {DuoAttention}, LSGPT {LSGPT}, whole layers {whole layers}."),
+    ):
+        source, *rows = json.loads(read(f"benchmarks/results/quality/cache_methods-{share}.json"))["rows"]
+        assert source["method"] == "source"
+        assert min(rows, key=lambda row: row["perplexity_ratio"])["method"] == best
+        figures = {row["method"]: f"{row['exact']:.2f}" for row in rows}
+        assert f"With {share}%, {best} has the lowest perplexity and {text.format(**figures)}" in measurements
+        one, other = (row["interval"] for row in rows if row["method"] in ("LSGPT", "DuoAttention"))
+        assert max(one[0], other[0]) <= min(one[1], other[1])
+        highest += [row["exact"] for row in rows if row["method"] not in ("LSGPT", "whole layers", "DuoAttention")]
+    assert f"drop tokens find at most {max(highest):.2f} of the numbers" in measurements
 
 
 def test_figures_of_longer_healing_are_those_of_the_run():
