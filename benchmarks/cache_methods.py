@@ -166,6 +166,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--calibrate", required=True, help="text to choose heads on, as for `lsgpt convert`")
     parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")
     parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
+    parser.add_argument("--save-whole", metavar="FOLDER", help="keep the one with whole layers, to heal it")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a passage; default: %(default)s")
     parser.add_argument("--passages", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
@@ -185,6 +186,9 @@ def main(arguments: list[str] | None = None):
     methods: dict[str, tuple] = {"source": (source, None), "LSGPT": (converted, None)}
     methods |= {f"LSGPT {Path(name).name}": (load(name), None) for name in options.checkpoints}
     methods["whole layers"] = with_global_heads(whole, layers, window, sinks), None
+    if options.save_whole is not None:
+        for each in (methods["whole layers"][0], tokenizer):
+            each.save_pretrained(options.save_whole)
     presses = make_presses(share, choice.global_kv_heads, window)
     methods |= {name: (source, press) for name, press in presses.items()}
     text = read_text(options.text, tokenizer, options.length * options.passages + FOLLOWING)

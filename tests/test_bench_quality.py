@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import lsgpt_cli
 from lsgpt.benchmarks import cache_methods, quality
@@ -172,7 +179,7 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     output = tmp_path / "methods.json"
     sizes = "--length 1500 --passages 2 --cache-share 0.3 --max-blocks 1"
     texts = ["--calibrate", "text.txt", "--text", "text.txt", "--checkpoints", "ls"]
-    cache_methods.main(["source", *texts, *sizes.split(), "--output", str(output)])
+    cache_methods.main(["source", *texts, *sizes.split(), "--save-whole", "whole", "--output", str(output)])
     rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["source", "LSGPT", "LSGPT ls", "whole layers"]
     assert rows["source"]["perplexity_ratio"] == rows["source"]["cache_ratio"] == 1
@@ -180,6 +187,9 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     assert rows["LSGPT"]["cache_ratio"] == pytest.approx((tokens + 3 * 546) / (4 * tokens), rel=0.01)
     assert all(row["passages"] == 2 and row["perplexity_ratio"] > 0.9 for row in rows.values())
     assert "| whole layers |" in capsys.readouterr().out
+    saved = AutoModelForCausalLM.from_pretrained("whole").config
+    assert saved.num_global_heads_per_layer == [0, 0] and saved.sliding_window == 546  # one head would be half a layer
+    assert len(AutoTokenizer.from_pretrained("whole")) == 258
 
 
 @pytest.mark.parametrize("name", ["cache_methods", "cache_methods-10", "cache_methods-35"])
