@@ -106,6 +106,7 @@ class Shape(NamedTuple):
         device: `"cpu"` or `"cuda"`.
         dtype: Precision of weights and computation.
         engines: Which of `ENGINES` to time.
+        int8: Whether torchao keeps the weights of linear layers in 8 bits.
     """
 
     config: LSGPTConfig
@@ -114,6 +115,7 @@ class Shape(NamedTuple):
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     engines: tuple[str, ...] = ENGINES
+    int8: bool = False
 
     def token_ids(self) -> torch.Tensor:
         """Random tokens `(batch_size, length)`."""
@@ -284,7 +286,12 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
 def new_model(config: PreTrainedConfig, engine: str, shape: Shape) -> nn.Module:
     """Makes a model with random weights, in the precision and on the device of `shape`."""
     config = copy.deepcopy(config)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=shape.dtype).to(shape.device)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=shape.dtype).to(shape.device)
+    if shape.int8:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 (optional)
+
+        quantize_(model, Int8WeightOnlyConfig())
+    return model
 
 
 def twin(model: nn.Module, engine: str, config: PreTrainedConfig | None = None) -> nn.Module:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from transformers.utils import is_torchao_available
 
 from lsgpt.training.folders import free_folder
 from lsgpt.utilities import suggest
@@ -214,6 +215,12 @@ def main(arguments: list[str]):
         metavar="PRESET_OR_FOLDER",
         help="the model's shape: that of a preset or of the checkpoint in a folder; default: %(default)s",
     )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, otherwise float32"
+    )
+    parser.add_argument(
+        "--int8", action="store_true", help="weights of linear layers in 8 bits by torchao, for prefill and decode"
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; with --quick, sdpa")
     parser.add_argument(
         "--budget",
@@ -241,6 +248,10 @@ def main(arguments: list[str]):
         raise ValueError(f"`--lengths` must be 3 or more; got {min(options.lengths)}")
     if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"`--rounds` must be 1 or more; got {options.rounds}")
+    if options.int8 and not (options.names and {*options.names} <= {"prefill", "decode"}):
+        raise ValueError("`--int8` is for models that are not trained: lsgpt bench prefill decode --int8")
+    if options.int8 and not is_torchao_available():
+        raise ValueError("`--int8` needs torchao: pip install torchao")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device cuda` needs a GPU that PyTorch can use; there is none")
@@ -272,7 +283,7 @@ def main(arguments: list[str]):
     output.mkdir(parents=True, exist_ok=True)
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     families = tuple(family for family in families if family not in others)
     budget = options.budget if options.budget is not None else 3.0 if options.quick else 120.0
@@ -282,6 +293,7 @@ def main(arguments: list[str]):
             "preset": options.preset,
             "device": device,
             "dtype": str(dtype).removeprefix("torch."),
+            "int8": options.int8,
             "quick": options.quick,
             "budget_seconds": budget,
         },
@@ -289,14 +301,16 @@ def main(arguments: list[str]):
         "rates": rates,
         "rows": [],
     }
-    targets = {} if options.quick else find_targets(options.preset, config)
+    has_targets = not (options.quick or options.dtype or options.int8)
+    targets = find_targets(options.preset, config) if has_targets else {}
     explain(families, device)
     for name in options.names or BENCHMARKS:
         for length in lengths:
             if not options.lengths and (device, name) == ("cpu", "train") and length > TRAIN_LIMIT:
                 continue
             batch_size = 1 if device == "cpu" else 16 if name == "decode" else max(1, 16384 // length)
-            shape = Shape(config, length, batch_size, device, dtype, tuple(dict.fromkeys(("sdpa", *engines))))
+            timed = tuple(dict.fromkeys(("sdpa", *engines)))
+            shape = Shape(config, length, batch_size, device, dtype, timed, options.int8)
             print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
             rounds = options.rounds or (2 if options.quick else 3)
             row = run(name, shape, budget, rounds, targets, rates, families)

@@ -184,6 +184,8 @@ def test_only_what_is_missing_here_is_skipped(error, skipped):
         (["--lengths", "2048", "2"], "`--lengths` must be 3 or more; got 2"),
         (["--preset", "dem"], "did you mean 'demo'"),
         (["--rounds", "0"], "`--rounds` must be 1 or more; got 0"),
+        (["--int8"], "`--int8` is for models that are not trained: lsgpt bench prefill decode --int8"),
+        (["decode", "train", "--int8"], "`--int8` is for models that are not trained"),
     ],
 )
 def test_mistakes(arguments, message, capsys):
@@ -526,6 +528,42 @@ def test_llama_has_the_same_weights(llama_shape):
     llama = {name: id(x) for name, x in models["llama sdpa"].model.named_parameters(remove_duplicate=False)}
     assert ours.items() - llama.items() == {(name, x) for name, x in ours.items() if name.endswith(".sinks")}
     assert llama.items() <= ours.items()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_8_bits(dtype, llama_shape, tmp_path, monkeypatch):
+    llama_shape.config.save_pretrained(tmp_path / "converted")
+    command = [
+        "bench",
+        "prefill",
+        "decode",
+        "--preset",
+        str(tmp_path / "converted"),
+        "--lengths",
+        "75",
+        "--dtype",
+        dtype,
+    ]
+    command += ["--int8", "--rounds", "1", "--budget", "0", "--device", "cpu", "--engines", "sdpa"]
+    command += ["--output", str(tmp_path)]
+    built, build_models = [], peers.build_models
+
+    def record(*arguments):
+        built.append(build_models(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(prefill, "build_models", record)
+    monkeypatch.setattr(decode, "build_models", record)
+    assert lsgpt_cli.main(command) == 0  # all gates are passed
+    settings = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))["settings"]
+    assert (settings["dtype"], settings["int8"]) == (dtype, True)
+    assert len(built) == 2
+    for model in (peer.model for _, timed in built for peer in timed.values()):
+        linear = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+        assert {(type(x).__name__, str(x.dtype)) for x in linear} == {("Int8Tensor", f"torch.{dtype}")}
+    monkeypatch.setattr(suite, "is_torchao_available", lambda: False)
+    with pytest.raises(ValueError, match="`--int8` needs torchao: pip install torchao"):
+        suite.main(command[1:])
 
 
 @pytest.mark.parametrize(
