@@ -13,7 +13,7 @@ from pathlib import Path
 from lsgpt.benchmarks.cache_methods import PROPERTIES
 from lsgpt.benchmarks.memory import FAMILIES, GROWTH
 from lsgpt.benchmarks.suite import TRAIN_LIMIT
-from lsgpt.benchmarks.targets import LENGTHS, SMOLLM2_TARGETS, TARGETS
+from lsgpt.benchmarks.targets import LENGTHS, TARGETS
 from lsgpt.benchmarks.timing import fastest, ratio
 from lsgpt.configuration import LSGPTConfig, load_preset
 from lsgpt.utilities import table, with_unit
@@ -119,11 +119,17 @@ def targets() -> str:
 
 
 def smollm2() -> str:
-    """A converted model relative to Transformers' Llama."""
-    ratios, rows = read_ratios("smollm2"), []
-    for (_, benchmark, *pair), lengths in SMOLLM2_TARGETS.items():
-        rows += [[benchmark, f"{n:,}", with_spread(x)] for n in lengths if (x := ratios.get((benchmark, *pair, n)))]
-    return with_sources("| tokens | relative to Llama", rows, *["bench/smollm2/bench-cpu.json"] * bool(ratios))
+    """A converted model relative to Transformers' Llama, and so with all heads global."""
+    folders, rows = {"": "smollm2", ", int8": "smollm2-int8", ", bfloat16 and int8": "smollm2-int8-bfloat16"}, []
+    for suffix, folder in folders.items():
+        ratios = read_ratios(folder)
+        for benchmark in ("decode",) if suffix else ("prefill", "decode", "cache"):
+            pairs = [(family, "llama") for family in ("lsgpt", "mhsa")]
+            ours, all_global = (ratios.get((benchmark, *pair, 8192)) for pair in pairs)
+            cells = [with_spread(ours), with_spread(all_global) if all_global else "-"]
+            rows.append([benchmark + suffix, "8,192", *cells])
+    files = [f"bench/{folder}/bench-cpu.json" for folder in folders.values()]
+    return with_sources("| tokens | relative to Llama | all heads global", rows, *files)
 
 
 def gpu() -> str:
