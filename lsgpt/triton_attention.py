@@ -55,15 +55,16 @@ def triton_attention_forward(
     heads, it also updates the layer's largest logits if they are measured. Raises `ValueError` for what the kernels do
     not support.
     """
-    if not isinstance(attention_mask, tuple):  # no `Spans`
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap=softcap, **kwargs
-        )
-    if dropout or softcap is not None:
-        what = "attention_dropout" if dropout else "attn_logit_softcapping"
+    is_fused = isinstance(attention_mask, tuple)  # it is `Spans`
+    if softcap is not None or (dropout and is_fused):
+        what = "attention_dropout" if softcap is None else "attn_logit_softcapping"
         raise ValueError(
-            f"`triton` does not support `{what}`, which is {dropout or softcap} here; use "
+            f"`triton` does not support `{what}`, which is {softcap or dropout} here; use "
             'attn_implementation="eager", or disable it'
+        )
+    if not is_fused:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, dropout, scaling, s_aux, **kwargs
         )
     from .triton_kernels import fused_attention_forward  # noqa: PLC0415
 

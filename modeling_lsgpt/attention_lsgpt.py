@@ -107,12 +107,14 @@ class AttentionMasks:
 def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> AttentionMasks:
     """Creates the masks of a forward pass. Raises `ValueError` for what the attention function does not support."""
     name = config._attn_implementation
-    has_sinks = any(v.has_sinks for v in visibility.values())
-    if has_sinks and not torch.compiler.is_compiling() and not _takes_sinks(ALL_ATTENTION_FUNCTIONS.get(name)):
-        raise ValueError(
-            f'`attention_sinks` need an attention function with an argument `s_aux`; "{name}" has none. Use '
-            'attn_implementation="sdpa"'
-        )
+    needed = {"s_aux": "attention_sinks"} if any(v.has_sinks for v in visibility.values()) else {}
+    needed |= {} if config.attn_logit_softcapping is None else {"softcap": "attn_logit_softcapping"}
+    for argument, field in needed.items():
+        if not torch.compiler.is_compiling() and not _takes(ALL_ATTENTION_FUNCTIONS.get(name), argument):
+            raise ValueError(
+                f'`{field}` needs an attention function with an argument `{argument}`; "{name}" has none. Use '
+                f'attn_implementation="{"sdpa" if argument == "s_aux" else "eager"}"'
+            )
     if any(v.sink_window is not None for v in visibility.values()) and not _takes_sinks_of_queries(name):
         raise ValueError(
             f'`attention_sinks` must be True or False with "{name}", which shows a sink to all queries or to none; '
@@ -172,9 +174,9 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 
 
 @lru_cache
-def _takes_sinks(attend: Callable | None) -> bool:
-    # `eager` is not in the table. A function that takes any keyword may ignore the sinks.
-    return attend is None or "s_aux" in inspect.signature(attend).parameters
+def _takes(attend: Callable | None, argument: str) -> bool:
+    # `eager` is not in the table. A function that takes any keyword may ignore this one.
+    return attend is None or argument in inspect.signature(attend).parameters
 
 
 def _takes_sinks_of_queries(name: str) -> bool:
@@ -245,6 +247,10 @@ def windowed_sdpa_attention_forward(
     return output[..., :head_dim], None
 
 
+FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments of Transformers' FlashAttention that say where documents begin in a row."""
+
+
 class Documents(NamedTuple):
     """The packed documents of a single row, in the form that FlashAttention takes."""
 
@@ -257,8 +263,9 @@ class Documents(NamedTuple):
 def flash_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Documents | None:
     """Padding mask `(B, S)`, the documents of a packed row, or `None` if there is neither."""
     v = mask_function
-    if v.mask is not None or v.overlay is not None:
+    if v.mask is not None or v.overlay is not None or v.has_empty_slots:
         what = "a 4-D `attention_mask`" if v.mask is not None else "this kind of head"
+        what = "a static cache" if v.has_empty_slots else what
         raise ValueError(f'FlashAttention does not support {what}; use attn_implementation="sdpa"')
     if v.documents is not None:
         if v.batch_size > 1 or v.padding_mask is not None or not v.is_square:
@@ -280,6 +287,7 @@ def checked_flash_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | Documents | None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     **kwargs,
@@ -301,12 +309,14 @@ def checked_flash_attention_forward(
             f'"{name}" does not support `attention_dropout`, which is {dropout} here; use '
             'attn_implementation="sdpa", or set it to 0'
         )
+    kwargs = {name: value for name, value in kwargs.items() if name not in FLASH_ARGUMENTS}  # positions decide
     if isinstance(attention_mask, Documents):
         for side in ("q", "k"):
             kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask
         attention_mask = None
     attend = AttentionInterface()[name]  # that of Transformers
-    return attend(module, query, key, value, attention_mask, dropout=dropout, s_aux=s_aux, **kwargs)
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+    return attend(module, query, key, value, attention_mask, **options, **kwargs)
 
 
 @lru_cache

@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import Cache
 
-from .attention_lsgpt import AttentionMasks
+from .attention_lsgpt import FLASH_ARGUMENTS, AttentionMasks
 from .configuration_lsgpt import LSGPTConfig
 from .modeling_lsgpt import attention_layers
-from .visibility_lsgpt import Visibility, describe_visibility
+from .visibility_lsgpt import Visibility, describe_visibility, positions_in_documents
 
 
 def count_tokens_sent(sender: int, receiver: int, processes: int, length: int, window: int | None) -> int:
@@ -274,12 +274,10 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[
     if targets is None:
         targets = F.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
     tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs)
+    if "cu_seq_lens_q" in inputs and "position_ids" not in inputs:
+        inputs["position_ids"] = positions_in_documents(inputs["cu_seq_lens_q"], *tokens.shape[:2])
     visibility = describe_visibility(
-        config,
-        tokens,
-        inputs.get("attention_mask"),
-        position_ids=inputs.get("position_ids"),
-        cu_seq_lens=inputs.get("cu_seq_lens_q"),
+        config, tokens, inputs.get("attention_mask"), position_ids=inputs.get("position_ids")
     )
     part = {name: value for name, value in inputs.items() if name not in FLASH_ARGUMENTS}
     part.setdefault("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None])
@@ -290,10 +288,6 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[
     part["shift_labels"] = targets[:, begin:end].contiguous()
     part.setdefault("num_items_in_batch", (targets != ignored).sum() / size)
     return {name: value for name, value in part.items() if name != "use_cache"}, visibility
-
-
-FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Where documents begin in a whole row."""
 
 
 def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:

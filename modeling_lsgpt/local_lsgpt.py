@@ -176,7 +176,9 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
     # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
     head_dim = query.shape[-1]
     width = 8 - head_dim % 8
-    lowest = torch.finfo(query.dtype).min  # an infinity times the zeros of the other keys would be NaN
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    lowest = torch.finfo(dtype).min  # an infinity times the zeros of the other keys would be NaN
     sinks = (sinks / scaling).clamp(min=lowest).to(query.dtype)[..., None].expand(query.shape[0], -1, -1, 1)
     query = torch.cat([query, F.pad(sinks, (0, width - 1))], dim=-1)
     sink = torch.zeros_like(key[:, :, :1])

@@ -96,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     gradient *= 1 + 2 * z_loss * log_partition
                 if teacher is None:
                     share = gradient.new_full(is_counted.shape, label_smoothing - 1.0)
-                    gradient.scatter_add_(1, labels.clamp(min=0)[:, None], share)
+                    gradient.scatter_add_(1, labels.where(is_counted[:, 0], 0)[:, None], share)
                     if label_smoothing:
                         gradient -= label_smoothing / gradient.shape[1]
                 else:

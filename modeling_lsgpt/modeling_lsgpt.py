@@ -34,7 +34,7 @@ from .cache_lsgpt import prepare_cache
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .visibility_lsgpt import check_shape, describe_visibility, may_look_at
+from .visibility_lsgpt import check_shape, describe_visibility, may_look_at, positions_in_documents
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -476,12 +476,12 @@ class LSGPTModel(LSGPTPreTrainedModel):
                     "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
                 )
 
-        visibility = describe_visibility(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, kwargs.get("cu_seq_lens_q")
-        )
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None and (cu_seq_lens := kwargs.get("cu_seq_lens_q")) is not None:
+            position_ids = positions_in_documents(cu_seq_lens, *inputs_embeds.shape[:2], past_length)
+        visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
             if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
                 num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)

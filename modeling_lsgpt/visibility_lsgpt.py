@@ -165,7 +165,6 @@ def describe_visibility(
     attention_mask: torch.Tensor | dict | None = None,
     past_key_values: Cache | None = None,
     position_ids: torch.Tensor | None = None,
-    cu_seq_lens: torch.Tensor | None = None,
 ) -> dict[str, Visibility]:
     """
     Describes which keys each query may attend to in a forward pass, for each kind of head that the model has.
@@ -179,8 +178,6 @@ def describe_visibility(
         past_key_values: The cache before this step's update.
         position_ids (`(B or 1, T)`): If given, attention does not cross from one document packed into a row to
             another, which begins where positions do not continue (see `find_documents`). Ignored with a 4-D mask.
-        cu_seq_lens (`(documents + 1,)`, *optional*): Without positions: where documents begin in a single row, 0 first
-            and T last.
 
     Raises:
         ValueError: If the mask's shape or type does not fit.
@@ -217,8 +214,6 @@ def describe_visibility(
                 first_key = (past_length - position_ids).expand(batch_size, 1)
         elif position_ids is not None:
             documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
-        elif cu_seq_lens is not None:
-            documents = _documents_of_lengths(cu_seq_lens, batch_size, q_length, past_length)
 
     result = {}
     for kind, layer_idx in first_layers.items():
@@ -309,15 +304,20 @@ def _earlier_tokens(is_cached: torch.Tensor, first_position: torch.Tensor) -> to
     return (is_cached & (tokens_since > first_position)).long().neg()
 
 
-def _documents_of_lengths(cu_seq_lens: torch.Tensor, batch_size: int, q_length: int, past_length) -> torch.Tensor:
-    """The documents `(1, T)` that begin at `cu_seq_lens`, as `DataCollatorWithFlattening` counts them."""
+def positions_in_documents(
+    cu_seq_lens: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor = 0
+) -> torch.Tensor:
+    """
+    The positions `(1, T)` of tokens in documents that begin at `cu_seq_lens` `(documents + 1,)`, 0 first and T last,
+    as `DataCollatorWithFlattening` counts them. Raises `ValueError` if there are several rows, or cached tokens.
+    """
     if batch_size > 1 or not (isinstance(past_length, int) and past_length == 0):
         raise ValueError(
             "`cu_seq_lens_q` must come with a single row and without cached tokens; pass `position_ids` instead, "
             "which begin at 0 in every document"
         )
     index = torch.arange(q_length, device=cu_seq_lens.device)
-    return torch.bucketize(index, cu_seq_lens[1:], right=True)[None]
+    return (index - cu_seq_lens[torch.bucketize(index, cu_seq_lens[1:], right=True)])[None]
 
 
 def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:

@@ -584,3 +584,27 @@ def test_chunks_of_a_long_prompt_are_not_masked(tiny_model, monkeypatch):
         # Global and local heads of each chunk; at first, the past is short, then only windows have masks.
         assert kinds == [None, 5, Past(50), 5, Past(100), 5, Past(150), 5]
         torch.testing.assert_close(torch.cat(chunks, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("values", [{"sliding_window": 40}, {"sliding_window": 100, "attention_sinks": True}])
+@torch.no_grad()
+def test_windows_and_sinks_keep_their_masks_in_large_chunks(tiny_model, monkeypatch, values):
+    """What a local head sees of a past is less than everything, or there is a sink beside it."""
+    monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", 1000)
+    model, ids = tiny_model(**values), torch.randint(97, (1, 60))
+    cache = DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split(30, dim=1)]
+    expected = tiny_model(engine="eager", **values)(ids).logits
+    torch.testing.assert_close(torch.cat(chunks, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trained_mask_beside_sinks_has_gradients(tiny_model):
+    ids, gradients = torch.randint(97, (1, 20)), []
+    bias = torch.randn(1, 1, 20, 20) + torch.full((20, 20), torch.finfo(torch.float32).min).triu(1)
+    for engine in ("sdpa", "eager"):
+        mask = bias.clone().requires_grad_()
+        model = tiny_model(engine=engine, attention_sinks=True)
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        gradients.append(mask.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert gradients[0].abs().max() > 1e-3

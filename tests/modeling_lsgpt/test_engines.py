@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from reference import assert_as_exact_as, visible_pairs
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lsgpt.modeling_lsgpt
@@ -202,11 +209,19 @@ def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, re
     AttentionInterface.register("with_sinks", lambda *args, s_aux=None, **kwargs: 1 / 0)
     model, ids = tiny_model(engine="eager", attention_sinks=True), torch.randint(97, (1, 40))
     model.config._attn_implementation = "plain"
-    with pytest.raises(ValueError, match=r'`attention_sinks` need .* an argument `s_aux`; "plain" has none'):
+    with pytest.raises(ValueError, match=r'`attention_sinks` needs .* an argument `s_aux`; "plain" has none'):
         model(ids)
     model.config._attn_implementation = "with_sinks"
     with pytest.raises(ZeroDivisionError):
         model(ids)
+
+
+def test_registered_functions_that_would_ignore_a_softcap_are_refused(tiny_model, registered):
+    AttentionInterface.register("plain", sdpa_attention_forward)
+    model = tiny_model(engine="eager", attn_logit_softcapping=0.5)
+    model.config._attn_implementation = "plain"
+    with pytest.raises(ValueError, match=r'`attn_logit_softcapping` needs .* an argument `softcap`; "plain" has none'):
+        model(torch.randint(97, (1, 40)))
 
 
 @pytest.mark.parametrize("engine", NAMES[:4])
@@ -346,6 +361,11 @@ def test_flash_attention_gets_packed_documents(tiny_model, flash_calls):
     actual = model(ids, position_ids=positions).logits
     assert set(flash_calls) == {(40, None, None, 23), (40, 8, None, 23)}
     assert_as_exact_as([actual], [exact], [plain], model.config.head_dim)
+    flash_calls.clear()
+    # Lengths beside positions say nothing new: as with other functions, positions decide.
+    whole = {"cu_seq_lens_q": torch.tensor([0, 12, 40]), "max_length_q": 28}
+    model(ids, position_ids=torch.arange(40)[None], **whole)
+    assert set(flash_calls) == {(40, None, None, None), (40, 8, None, None)}
 
 
 @torch.no_grad()
@@ -360,7 +380,12 @@ def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
         model.config._attn_implementation = "my_flash"
         with pytest.raises(ValueError, match=message):
             model(ids, **inputs)
+    with pytest.raises(ValueError, match="does not support a static cache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
     assert not flash_calls
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as in training in mixed precision
+        model.float()(ids)
+    assert flash_calls
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.distributed import DistributedConfig
 
-from lsgpt import LSGPTForSequenceClassification
+from lsgpt import LSGPTForSequenceClassification, LSGPTForTokenClassification
 from lsgpt.modeling_lsgpt import AttentionMasks, describe_visibility
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
 
@@ -148,10 +148,10 @@ def test_documents_that_come_as_lengths(tiny_model):
     features = [{"input_ids": row} for row in rows]
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(features)
     batch.pop("labels")
-    model = tiny_model(position_embedding_type="rope")
-    logits = model(**batch).logits
-    expected = torch.cat([model(torch.tensor([row])).logits for row in rows], dim=1)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for positions in ("rope", "learned"):
+        model = tiny_model(position_embedding_type=positions, max_position_embeddings=20)
+        expected = torch.cat([model(torch.tensor([row])).logits for row in rows], dim=1)
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="`cu_seq_lens_q` must come with a single row"):
         model(torch.randint(97, (2, 10)), cu_seq_lens_q=torch.tensor([0, 4, 10]))
 
@@ -197,13 +197,31 @@ def test_second_derivatives(tiny_model):
 
 
 @torch.no_grad()
-def test_padding_on_the_left_does_not_change_scores(tiny_config):
-    config = tiny_config(pad_token_id=0, num_labels=3)
-    model = LSGPTForSequenceClassification(config).eval()
+@pytest.mark.parametrize("cls", [LSGPTForSequenceClassification, LSGPTForTokenClassification])
+def test_padding_on_the_left_does_not_change_scores(tiny_config, cls):
+    model = cls(tiny_config(pad_token_id=0, num_labels=3)).eval()
     ids = torch.randint(1, 97, (1, 12))
     padded, mask = torch.nn.functional.pad(ids, (5, 0)), torch.ones(1, 17, dtype=torch.long)
     mask[:, :5] = 0
-    torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    expected = model(ids).logits
+    actual = model(padded, attention_mask=mask).logits
+    actual = actual[:, 5:] if cls is LSGPTForTokenClassification else actual
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_of_the_token_classifier(tiny_config):
+    assert LSGPTForTokenClassification(tiny_config(classifier_dropout=0.25)).dropout.p == 0.25
+
+
+def test_sinks_are_finite_in_half_precision(tiny_model):
+    """Under autocast, rotary queries are in float32, whose smallest number is minus infinity in float16."""
+    ids, losses = torch.randint(97, (1, 60)), []
+    for engine in ("sdpa", "eager"):
+        values = {"position_embedding_type": "rope", "attention_sinks": "full_window", "head_dim": 64}
+        model = tiny_model(engine=engine, **values, initializer_range=0.02).train()
+        with torch.autocast("cpu", dtype=torch.float16):
+            losses.append(model(ids, labels=ids, use_cache=False).loss)
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
 
 
 def test_pipelines_are_refused(tiny_model):

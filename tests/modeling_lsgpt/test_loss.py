@@ -51,7 +51,7 @@ def assert_same_loss(model, fused: bool, **inputs):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, CHUNK_LENGTH, 2 * CHUNK_LENGTH + 87])
-@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.parametrize("ignore_index", [-100, 3, 255])
 def test_gradients_made_in_the_forward_pass_are_those_of_the_dense_loss(num_tokens, ignore_index):
     """In float64 only rounding is left; the gradient that comes from above is not 1, and asked for twice."""
     states = torch.randn(num_tokens, 19, dtype=torch.float64, requires_grad=True)
@@ -65,6 +65,14 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_dense_loss(num_toke
     for retain_graph in (True, False):
         gradients = torch.autograd.grad(0.3 * loss, (states, weight), retain_graph=retain_graph)
         torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("ignore_index", [-1, 255])
+def test_labels_to_ignore_can_have_any_number(tiny_model, ignore_index):
+    labels = torch.randint(97, (2, 12))
+    labels[:, :5] = ignore_index
+    inputs = {"input_ids": torch.randint(97, (2, 12)), "labels": labels, "ignore_index": ignore_index}
+    assert_same_loss(tiny_model(), True, **inputs)
 
 
 @pytest.mark.parametrize(("states_grad", "weight_grad"), [(True, True), (True, False), (False, True)])

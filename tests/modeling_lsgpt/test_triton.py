@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from lsgpt import measure_max_logits, triton_kernels
 from lsgpt.training import attend_in_float32
@@ -133,6 +133,10 @@ def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
         tiny_model(engine="triton", attention_dropout=0.1).to(DEVICE).train()(ids)
     with pytest.raises(ValueError, match="does not support `attn_logit_softcapping`"):
         tiny_model(engine="triton", attn_logit_softcapping=20.0).to(DEVICE)(ids)
+    for num_global_heads in (0, 2):  # what is left to `sdpa` is refused as well
+        model = tiny_model(engine="triton", attn_logit_softcapping=20.0, num_global_heads=num_global_heads).to(DEVICE)
+        with pytest.raises(ValueError, match="`triton` does not support `attn_logit_softcapping`"):
+            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
     with pytest.raises(ValueError, match="computes in float16, bfloat16 or float32; got"):
         tiny_model(torch.float64, "triton").to(DEVICE)(ids)
     with pytest.raises(ValueError, match="`head_dim` must be at most 128 with `triton`; got 160"):
