@@ -383,8 +383,10 @@ def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
     with pytest.raises(ValueError, match="does not support a static cache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
     assert not flash_calls
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # as in training in mixed precision
-        model.float()(ids)
+    model = tiny_model(position_embedding_type="rope")
+    model.config._attn_implementation = "my_flash"
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # rotary queries are in float32 here, and cast by FlashAttention
+        model(ids)
     assert flash_calls
 
 
