@@ -188,6 +188,11 @@ def sensitivity(name: str, rates: Sequence[str]) -> BY_SEED:
     return minus(average(*capped), best)
 
 
+def mean_over_rates(name: str) -> BY_SEED:
+    """The mean loss over all rates."""
+    return average(*(column("learning-rates", f"{name}-lr{rate}") for rate in RATES))
+
+
 def fitted(key: str, length: int) -> Callable[[dict], float | None]:
     """A value of the fit at one of the lengths in degrees-of-freedom: 0 is the shortest, -1 the longest."""
     return lambda run: run["fits"][length][key]
@@ -301,36 +306,47 @@ def sooner_row(start: str, first: int, second: int) -> Check:
 def checks_of_logits() -> list[Check]:
     """Are attention logits kept small?"""
     ls, mhsa = (column("long-training", arm, "max_logit") for arm in ("ls", "mhsa"))
-    is_shown = min(mhsa.values()) > 200 and max(ls.values()) < 50
+    above, below = 200, 50
+    is_shown = min(mhsa.values()) > above and max(ls.values()) < below
     diverged = [str(sum(run["diverged"] for run in results("long-training")[arm].values())) for arm in ("mhsa", "ls")]
-    hot, below = (column("learning-rates", f"mhsa-lr{rate}", "max_logit") for rate in ("0.03", "0.01"))
-    assert min(hot.values()) > 100 > min(below.values()), "0.03 must be the lowest rate at which `mhsa` passes 100"
-    above = [rate for rate in RATES if interval(doublings("learning-rates", f"ls-lr{rate}", f"mhsa-lr{rate}"))[1] > 0]
+    hot, cool = (column("learning-rates", f"mhsa-lr{rate}", "max_logit") for rate in ("0.03", "0.01"))
+    assert min(hot.values()) > 100 > min(cool.values()), "0.03 must be the lowest rate at which `mhsa` passes 100"
+    larger = [rate for rate in RATES if interval(doublings("learning-rates", f"ls-lr{rate}", f"mhsa-lr{rate}"))[1] > 0]
     return [
         each_run(
-            "[20,000 steps]*above 200",
+            f"[20,000 steps]*above {above} in all runs of `mhsa`, below {below} in all of `ls` (paper)",
             [*integers(mhsa), *integers(ls)],
             2,
             "supported" if is_shown else "inconclusive",
         ),
         each_run(
-            "All of these runs of `mhsa` diverge",
+            "All of these runs of `mhsa` diverge by step 20,000, none of `ls` (paper: at 20,000 to 30,000)",
             diverged,
             2,
-            "supported" if diverged == ["2", "0"] else "contradicted" if diverged == ["0", "0"] else "inconclusive",
+            "supported" if diverged == ["2", "0"] else "inconclusive",  # later ones could still diverge
         ),
         row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 2),
-        row("[Rate 0.03]", doublings("learning-rates", "ls-lr0.03", "mhsa-lr0.03"), -1, 2),
-        prose(CLAIMS, "At the rates {}, {} and {}, `ls` has larger logits", *above),
+        row(
+            "[Rate 0.03]*passes 100: `ls` - `mhsa` (paper)",
+            doublings("learning-rates", "ls-lr0.03", "mhsa-lr0.03"),
+            -1,
+            2,
+        ),
+        prose(CLAIMS, "at the rates {}, {} and {}, those of LS-attention are larger", *larger),
         row("[RoPE]*largest logit", doublings("positions", "ls-rope", "mhsa-rope"), -1, 2),
         row("No positions: largest logit", doublings("positions", "ls-none", "mhsa-none"), -1, 2),
         prose(
             README,
-            "the largest reaches {} and {} with all heads global, {} and {} with LS-attention",
+            "they reach {} and {} with all heads global, {} and {} with LS-attention",
             *integers(mhsa),
             *integers(ls),
         ),
-        row("[2,048 tokens", doublings("lengths", "mhsa-n2048", "mhsa-n64"), 1, 2),
+        row(
+            "[2,048 tokens]*- 64 tokens, `mhsa`: grows with n / d (paper)",
+            doublings("lengths", "mhsa-n2048", "mhsa-n64"),
+            1,
+            2,
+        ),
         *checks_of_the_papers_size(),
     ]
 
@@ -347,7 +363,8 @@ def checks_of_the_papers_size() -> list[Check]:
         prose(CLAIMS, "the largest logit is {} in `mhsa` (paper: above 400) and {} in `ls` (below 50)", *logits),
         prose(
             CLAIMS,
-            "{}, averaged over texts (positions alone) up to {}. `ls` leads by {} nats at step 5,000, and by {} at",
+            "has {}; its mean over texts (the part of positions) reaches {}. `ls` leads by {} nats at step 5,000, "
+            "and by {} at",
             *(decimal(x, 0) for x in top.values()),
             *(decimal(x, 2) for x in leads),
         ),
@@ -359,35 +376,37 @@ def checks_of_the_papers_size() -> list[Check]:
 def checks_of_losses() -> list[Check]:
     """Is the loss lower, and for how long?"""
     study = "stabilizers"
-    ls, mhsa, sinks = (best_rate("learning-rates", name, RATES) for name in ("ls", "mhsa", "ls-sinks"))
-    with_norm, norm_on_top, alone = (best_rate(study, x, RATES[1:4]) for x in ("mhsa-qknorm", "ls-qknorm", "ls"))
+    ls, mhsa = (best_rate("learning-rates", name, RATES) for name in ("ls", "mhsa"))
+    with_norm, alone = (best_rate(study, name, RATES[1:4]) for name in ("mhsa-qknorm", "ls"))
     stabilized = [best_rate(study, f"mhsa-{x}", RATES[1:4]) for x in ("qknorm", "softcap", "zloss", "qkclip", "adagc")]
     assert with_norm == lowest(study, stabilized), "QK-norm must be the best stabilizer of `mhsa`"
-    longest, shortest = (difference("lengths", f"mhsa-n{n}", f"ls-n{n}") for n in (2048, 64))
+    longest, shortest = (difference("lengths", f"ls-n{n}", f"mhsa-n{n}") for n in (2048, 64))
+    steps = [step for step, _ in results("long-training")["ls"][42]["curves"]["loss"]]
+    assert min(steps, key=lambda step: statistics.fmean(gap_at(step).values())) == 3006, "the lead must peak there"
     leads = [{seed: -gap for seed, gap in gap_at(step).items()} for step in (3006, 20000)]
     return [
         loss_row("[Best rate of each]", difference("learning-rates", ls, mhsa)),
-        loss_row("[2.3M parameters]", books("ls", "mhsa")),
+        loss_row("[2.3M parameters]*n = 1,024, 1,200 steps", books("ls", "mhsa")),
         loss_row("[20,000 steps]*final validation loss", difference("long-training", "ls", "mhsa")),
         prose(
             CLAIMS,
-            "from {} nats ({} to {}) at step 3,006 to {} ({} to {}) at 20,000, by {} ({} to {})",
+            "peaks at {} nats ({} to {}) at step 3,006, and shrinks to {} ({} to {}) at 20,000, by {} ({} to {})",
             *(figure for differences in (*leads, minus(*leads)) for figure in effect(differences)),
         ),
         prose(
             README,
-            "shrinks from {} nats (log units) per token to {}, indistinguishable",
+            "shrinks from {} nats (log units) per token to {} (two",
             *(decimal(statistics.fmean(lead.values()), 2) for lead in leads),
         ),
         loss_row("[RoPE]*lower loss", difference("positions", "ls-rope", "mhsa-rope")),
         loss_row("No positions: lower loss", difference("positions", "ls-none", "mhsa-none")),
         loss_row("Sinusoidal positions", difference("positions", "ls-sinusoidal", "mhsa-sinusoidal")),
-        loss_row("[Gain is larger at 2,048 tokens", minus(longest, shortest), 1),
+        loss_row("[Gain is larger at 2,048 tokens]*than at 64", minus(longest, shortest)),
         loss_row("No gain at 64 tokens", difference("lengths", "ls-n64", "mhsa-n64"), 0),
         loss_row("[Against `mhsa` with QK-norm", difference(study, alone, with_norm)),
-        loss_row("QK-norm on top of `ls`", difference(study, norm_on_top, alone)),
-        loss_row("Learned sinks on top of `ls`", difference("learning-rates", sinks, ls)),
         row("Sensitivity to the rate", minus(sensitivity("ls", RATES), sensitivity("mhsa", RATES)), -1),
+        row("The same without the rate 0.1", minus(*(sensitivity(name, RATES[:-1]) for name in ("ls", "mhsa"))), -1),
+        loss_row("Mean over the five rates", minus(*(mean_over_rates(name) for name in ("ls", "mhsa")))),
     ]
 
 
@@ -399,21 +418,27 @@ def checks_of_heads() -> list[Check]:
     assert lowest(grid, [f"w{window}" for window in (4, 8, 24, 48, 96, 256)]) == "w8", (
         "8 must be the best other window"
     )
-    whole_layer = lowest(layers, ("one-first-layer", "one-middle-layer", "one-last-layer"))
     far = {arm: column(tasks, arm, "far_accuracy") for arm in results(tasks)}
     worst = min(min(far[f"{task}-1"].values()) for task in ("recall", "copy", "needle"))
-    with_six = max((far[f"recall-6{rate}"] for rate in ("", "-lr0.001", "-lr0.004")), key=lambda x: sum(x.values()))
+
+    def gain(task: str) -> BY_SEED:
+        of_six = (far[f"{task}-6{rate}"] for rate in ("", "-lr0.001", "-lr0.004"))
+        return minus(far[f"{task}-1"], max(of_six, key=lambda values: sum(values.values())))
+
     enough = [f"{math.floor(1000 * worst) / 10:g}%"]
 
     def loss_of(arm: str) -> float:
         return statistics.fmean(column(grid, arm).values())
 
     by_count = sorted(map(loss_of, ("g0", "w12", "g2", "g3", "g4", "g5", "g6")))
-    low, high = [[loss_of(f"w{window}") for window in windows] for windows in ((4, 8, 12, 24), (48, 96, 256))]
+    narrow, wide = [[loss_of(f"w{window}") for window in windows] for windows in ((4, 8, 12, 24), (48, 96, 256))]
     assert by_count[:3] == sorted(map(loss_of, ("g0", "w12", "g3"))) and by_count[-1] == loss_of("g6")
-    bounds = [decimal(x, 2) for x in (min(low), max(low), min(high), max(high))]
+    bounds = [decimal(x, 2) for x in (min(narrow), max(narrow), min(wide), max(wide))]
     lower_rate = [run["values"]["steps"] for run in lines_of("time-to-learn", "lower-rate")]
     assert len(lower_rate) == 5 and max(lower_rate) <= CAP
+    without = minus(column("learning-rates", one), column("learning-rates", local))
+    low, high = 0.14, 0.18  # 15 to 20% more perplexity
+    where = "outside" if interval(without)[2] < low or interval(without)[1] > high else "inside"
     none = max(statistics.fmean(far[f"{task}-0"].values()) for task in ("recall", "copy", "needle"))
     return [
         prose(
@@ -423,17 +448,17 @@ def checks_of_heads() -> list[Check]:
         ),
         prose(CHOOSING, "windows of 4 to 24 tokens give {} to {}, 48 to 256 give {} to {} after", *bounds),
         prose(CHOOSING, "at least {} correct; none: at most {}%", *enough, decimal(math.ceil(100 * none), 0)),
-        loss_row("[None]", minus(column("learning-rates", one), column("learning-rates", local))),
+        loss_row(f"[None]*(paper: {low} to {high} nats, {where} this interval)", without),
         loss_row("None, [2.3M parameters]", books("ls", "local-only")),
         loss_row("[Three instead of one]", difference(grid, "g3", "w12"), 0),
         loss_row("Three instead of one, [RoPE]", difference(layers, "half-spread", "ls"), 0),
-        loss_row("Windows of 12", difference(grid, "w12", "w8"), 0),
-        loss_row("[Global heads spread", difference(layers, "one-spread", whole_layer)),
-        each_run("[Recall", enough, 3, "supported" if worst > 0.5 else "contradicted"),
-        row("Recall after 1,500 steps", minus(far["recall-1"], with_six), 1),
+        loss_row("Windows of 12 do as well as the best, 8", difference(grid, "w12", "w8"), 0),
+        each_run("[Recall*above 50%", enough, 3, "supported" if worst > 0.5 else "contradicted"),
+        row("Recall after 1,500 steps", gain("recall"), 1),
+        row("Copying likewise", gain("copy"), 1),
+        row("Needle likewise", gain("needle"), 1, margin=MARGIN),
         sooner_row("[Copying]", 1, 6),
         prose(CLAIMS, "(later), six needed {}.", f"{statistics.median(lower_rate):,.0f}"),
-        sooner_row("Copying: three", 3, 6),
         sooner_row("Copying: two", 2, 1),
     ]
 
@@ -447,14 +472,14 @@ def checks_of_lengths() -> list[Check]:
     lost = [minus(legal(f"{kind}-whole"), legal(f"{kind}-30")) for kind in ("ls", "mhsa")]
     kept = {kind: column("lengths", f"{kind}-rope", loss_beyond) for kind in ("ls", "mhsa")}
     return [
-        loss_row("[Text, RoPE", minus(kept["ls"], kept["mhsa"])),
+        loss_row("[Text, RoPE]*four times the length", minus(kept["ls"], kept["mhsa"])),
         loss_row("Text, no positions", difference("lengths", "ls-none", "mhsa-none", loss_beyond)),
         row("[Set complement]", minus(distance("ls"), distance("mhsa")), -1),
         row("[Othello]", minus(*lost), -1),
         prose(
             README,
-            "lose {} nats at 2,048 tokens with LS-attention, and {} with all heads global",
-            *(decimal(statistics.fmean(kept[kind].values()), 2) for kind in ("ls", "mhsa")),
+            "LS-attention loses {} nats less at 2,048 tokens than all heads global",
+            decimal(statistics.fmean(minus(kept["mhsa"], kept["ls"]).values()), 2),
         ),
     ]
 
@@ -464,18 +489,25 @@ def checks_of_explanation() -> list[Check]:
     study, hidden = "degrees-of-freedom", "sparse-dependencies"
     dense, windowed, sparse = "dense-local-causal", "dense-local-windowed", "sparse-causal"
 
-    def growth_of(key: str) -> BY_SEED:
-        return minus(*(log2(column(study, dense, fitted(key, length))) for length in (-1, 0)))
+    def growth_of(key: str, arm: str = dense) -> BY_SEED:
+        return minus(*(log2(column(study, arm, fitted(key, length))) for length in (-1, 0)))
 
     close, final, divergence = (fitted(key, -1) for key in ("max_logit_at_close_fit", "max_logit", "divergence"))
     gains = [difference(hidden, f"mhsa{suffix}", f"ls{suffix}") for suffix in ("-hidden", "")]
     return [
         row("[Dense local attention]", growth_of("max_logit_at_close_fit"), 1, 2),
-        row("The same after all 2,000 steps (", growth_of("max_logit"), 1, 2),
-        row("Smaller ones suffice", doublings(study, windowed, dense, final), -1, 2),
+        row("The same after 2,000 steps (", growth_of("max_logit"), 1, 2),
+        row("Sparse attention does not", growth_of("max_logit_at_close_fit", sparse), -1, 2),
+        row(
+            "Sparse needs smaller ones than mixed attention, after 2,000 steps",
+            doublings(study, sparse, "mixed-causal", final),
+            -1,
+            2,
+        ),
+        row("Smaller ones suffice in a window, after 2,000 steps", doublings(study, windowed, dense, final), -1, 2),
         row("A window fits better", difference(study, windowed, dense, divergence), -1, 4),
-        row("Sparse attention needs smaller", doublings(study, sparse, dense, close), -1, 2),
-        row("The same after all 2,000 steps: sparse", doublings(study, sparse, dense, final), -1, 2),
+        row("Sparse needs smaller ones than dense", doublings(study, sparse, dense, close), -1, 2),
+        row("The same after 2,000 steps: sparse", doublings(study, sparse, dense, final), -1, 2),
         row("[Half of the keys hidden]", doublings(hidden, "mhsa-hidden", "mhsa"), -1, 2),
         row("Hiding keys removes", minus(*gains), -1),
     ]
@@ -501,12 +533,17 @@ def checks_of_tools() -> list[Check]:
     for exponent in ("0.9", "0.7", "0.5"):
         gain = minus(accuracy(f"e{exponent}", *wrong), accuracy("e1", *wrong))
         checks.append(row(f"Wrong labels, `e = {exponent}`", gain, 1, page=AVERAGING))
-    for fraction, start in ((0.0, "No wrong labels, `e = 0.5`"), (0.2, "20% wrong labels"), (0.6, "60% wrong labels")):
+    for fraction, start in ((0.0, "No"), (0.2, "20%"), (0.6, "60%")):
         gain = minus(accuracy("e0.5", fraction), accuracy("e1", fraction))
-        checks.append(row(start, gain, 1, page=AVERAGING))
+        checks.append(row(f"{start} wrong labels, `e = 0.5`", gain, 1, page=AVERAGING))
     for arm, title in (("gce", "generalized"), ("sce", "symmetric")):
         checks.append(
-            row(f"Wrong labels, {title}", minus(accuracy("e0.5", *wrong), accuracy(arm, *wrong)), 1, page=AVERAGING)
+            row(
+                f"Wrong labels, {title}*`e = 0.5`",
+                minus(accuracy("e0.5", *wrong), accuracy(arm, *wrong)),
+                1,
+                page=AVERAGING,
+            )
         )
 
     def compare(start: str, first: tuple[str, str], second: tuple[str, str], attempts: int) -> Check:
@@ -539,12 +576,19 @@ def checks_of_tools() -> list[Check]:
     return checks
 
 
+def identity(line: dict) -> tuple:
+    """The same for a run that stands in several studies."""
+    values = line["values"]
+    copied = (values.get("eval_loss"), values.get("train_seconds"))
+    return (line["seed"], *(copied if None not in copied else (line["arm"], line["seconds"])))
+
+
 def checks_of_pages() -> list[Check]:
     """All of them."""
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in (CLAIMS, AVERAGING, SOFT))
     studies = set(re.findall(r"studies/results/([\w-]+)/report\.md", pages))
-    commits = [line["environment"]["commit"] for study in studies for line in lines_of(study)]
-    dirty = sum(commit.endswith("-dirty") for commit in commits)
+    runs = {identity(line): line for study in sorted(studies) for line in lines_of(study)}
+    dirty = sum(line["environment"]["commit"].endswith("-dirty") for line in runs.values())
     return [
         *checks_of_logits(),
         *checks_of_losses(),
@@ -552,7 +596,7 @@ def checks_of_pages() -> list[Check]:
         *checks_of_lengths(),
         *checks_of_explanation(),
         *checks_of_tools(),
-        prose(CLAIMS, "{} of {} runs were made with uncommitted changes", dirty, len(commits)),
+        prose(CLAIMS, "{} of {} runs were made with uncommitted changes", dirty, len(runs)),
     ]
 
 
@@ -568,7 +612,7 @@ ROW = re.compile(rf"^\|([^|\n]*)\|.*\| *({'|'.join(VERDICTS)}) *\|$", re.MULTILI
 
 def pattern(text: str) -> re.Pattern:
     """A piece of a page as a regular expression, in which any white space is a space, and `*` the rest of a cell."""
-    parts = re.escape(text).replace(r"\*", r"[^|\n]*?").replace("<verdict>", r"([^|\n]+?)")
+    parts = re.escape(text).replace(r"\*", r"[^|\n\d]*?").replace("<verdict>", r"([^|\n]+?)")
     parts = parts.replace(r"\{\}", r"([^\s|()]+?)").replace(r"\ ", r"\s+").replace(r"\|", r" *\| *")
     return re.compile(parts, re.MULTILINE)
 
@@ -581,7 +625,7 @@ def find_faults(folder: Path = ROOT) -> list[Fault]:
     }
     total, supported, contradicted, equal, inconclusive = count_verdicts(pages[CLAIMS])
     checks.append(Check(CLAIMS, SCOREBOARD, [total, supported, contradicted, equal, inconclusive]))
-    checks.append(Check(README, SHORT_SCOREBOARD, [total, supported, contradicted, inconclusive]))
+    checks.append(Check(README, SHORT_SCOREBOARD, [total, supported, contradicted, equal, inconclusive]))
     faults, covered = [], {page: [] for page in pages}
     for page, text, figures in checks:
         matches = list(pattern(text).finditer(pages[page]))
@@ -600,10 +644,10 @@ def find_faults(folder: Path = ROOT) -> list[Fault]:
 
 
 SCOREBOARD = (
-    "Of {} comparisons that test the paper's claims, {} are supported, {} contradicted, {} equal within 0.05 nats and "
-    "{} inconclusive."
+    "Of {} comparisons that test the paper's claims, {} are supported, {} contradicted, {} equal within 0.05 and {} "
+    "inconclusive."
 )
-SHORT_SCOREBOARD = "of {} comparisons, {} support them, {} contradict them, and {} are inconclusive"
+SHORT_SCOREBOARD = "of {} comparisons, {} support them, {} contradict them, {} find no difference, {} are inconclusive"
 
 
 def count_verdicts(page: str) -> list[str]:

@@ -78,7 +78,7 @@ def run_study(
         runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
     made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
     # All arms of a seed come before the next seed, so that an early report already shows every arm.
-    seeds = {arm: num_seeds or study.fewer_seeds.get(arm, study.num_seeds) for arm in arms}
+    seeds = {arm: num_seeds or study.seeds_of(arm) for arm in arms}
     wanted = [(arm, study.first_seed + i) for i in range(max(seeds.values())) for arm in arms if i < seeds[arm]]
     missing = [run for run in wanted if run not in made]
     num_processes = num_processes or os.cpu_count() or 1
@@ -180,7 +180,8 @@ def _with_nan(value: Any) -> Any:
 
 
 def word_comparisons(study: Study, runs: Runs) -> str:
-    """The claims of a study, their criteria, and what the runs say about them."""
+    """The claims of a study, their criteria, and what the runs say about them, once arms have all their seeds."""
+    runs = {arm: of_arm for arm, of_arm in runs.items() if len(of_arm) >= study.seeds_of(arm)}
     sections = []
     for item in study.comparisons.values():
         finding, title, criterion = item.judge(runs), item.title, item.criterion()
@@ -218,7 +219,7 @@ arm and none of the other. A claim stays open as long as its runs are missing.
 {word_comparisons(study, runs)}
 
 """
-        wanted = f" of {sum(study.fewer_seeds.get(arm, study.num_seeds) for arm in study.arms)}"
+        wanted = f" of {sum(map(study.seeds_of, study.arms))}"
         command = " ".join(["lsgpt study", study.name, *lines[0]["fields"]])
         again = f"\nTo repeat them: `{command}`. To rewrite this page: `lsgpt study {study.name} --report FOLDER`."
     report = f"""# {study.title}

@@ -77,6 +77,10 @@ class Study(ABC):
     work = "work"
     """Where runs keep their files, inside the output folder."""
 
+    def seeds_of(self, arm: str) -> int:
+        """The planned number of seeds of an arm."""
+        return self.fewer_seeds.get(arm, self.num_seeds)
+
     def prepare(self, folder: Path, arms: Sequence[str], fields: Sequence[str]):
         """Checks that the arms can be run, and creates in `folder` what all runs share."""
         return
