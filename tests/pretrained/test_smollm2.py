@@ -23,7 +23,7 @@ from lsgpt.training.soft_grpo import SoftGRPOConfig, SoftGRPOTrainer
 
 DOC = (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text(encoding="utf-8")
 COMMANDS = {
-    words[1]: words[1:]
+    words[-1] if "--run_name" in words else words[1]: words[1:]
     for block in re.findall(r"```bash\n(.*?)```", DOC, re.DOTALL)
     for words in map(shlex.split, block.splitlines())
     if words[0] == "lsgpt"
@@ -124,8 +124,11 @@ def test_the_commands_of_the_page(source, capsys):
     passages = make_passages(tokenizer, held_out[0], 1024, 2, 221, seed=1)
     assert recall(model.eval(), passages)["literal"] == 1.0
     short = {"block_size": 256, "max_steps": 2, "per_device_train_batch_size": 1, "max_eval_blocks": 2}
-    run("train", *(f"--{name}={value}" for name, value in short.items()), "--warmup_steps=0", "--eval_steps=2")
+    options = (*(f"--{name}={value}" for name, value in short.items()), "--warmup_steps=0", "--eval_steps=2")
+    run("train", *options)
     run("generate")
     run("info")
     run("publish")
+    run("heal-for-vllm", *options)
+    assert AutoModelForCausalLM.from_pretrained("runs/heal-for-vllm").config.attention_sinks is True
     assert TEXT in capsys.readouterr().out
