@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ import lsgpt_cli
 from lsgpt.studies import STUDIES, TrainingStudy, load_study, plots, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.comparisons import format_values
-from lsgpt.studies.equal_time import rate_at
+from lsgpt.studies.equal_time import BudgetCallback, rate_at
 from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.long_runs import growth
 from lsgpt.studies.measurements import losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
-from lsgpt.studies.runner import read_runs, result_file
-from lsgpt.studies.study import NUM_POINTS, Study, spike_score, thin
+from lsgpt.studies.runner import read_runs, result_file, word_comparisons
+from lsgpt.studies.study import NUM_POINTS, Study, collect, spike_score, thin, validation_blocks
 from lsgpt.training.train import largest
 from lsgpt.utilities.environment import describe_environment
 
@@ -151,6 +152,19 @@ def test_lengths_measure_what_is_longer(tmp_path, monkeypatch):
     values = study.run(arm, 42, tmp_path, small_fields(block_size="64"))
     assert values["step"] == 4 and math.isfinite(values["eval_loss"]) and values["curves"]["max_logit"]
     assert set(values["beyond"]) == {"1", "2", "4"} and json.dumps(values)
+    folder = tmp_path / arm / "seed-42"
+    model, blocks = AutoModelForCausalLM.from_pretrained(folder), validation_blocks(folder, 16, 4 * 64)
+    for x in (1, 2, 4):  # the second half of each block
+        ids, half = blocks[:, : x * 64], x * 32
+        logits = model(ids).logits[:, half - 1 : -1].flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits, ids[:, half:].flatten()).item()
+        assert values["beyond"][str(x)] == pytest.approx(expected, rel=1e-5)
+    # A run that is worse than before its training has diverged, even if its loss is finite.
+    file = folder / "results.json"
+    result = json.loads(file.read_text())
+    assert not values["diverged"] and values["first_loss"] > result["eval_loss"]
+    file.write_text(json.dumps({**result, "eval_loss": values["first_loss"] + 0.01}))
+    assert collect(folder)["diverged"]
 
 
 def test_keys_stay_hidden_when_a_run_goes_on(tmp_path):
@@ -171,7 +185,7 @@ def test_keys_stay_hidden_when_a_run_goes_on(tmp_path):
         assert torch.allclose(first, second, atol=1e-6)
 
     text = report_of(study, runs, tmp_path / "report")
-    assert text.count("Verdict: **inconclusive**") == 1 and text.count("Verdict: **open**") == 2  # one seed
+    assert text.count("Verdict: **open**") == 3  # one seed
     assert "| `mhsa-hidden` |" in text
 
 
@@ -247,6 +261,16 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     assert "operations (1e15)" in report_of(study, {"ls": [run, again]}, tmp_path / "report")
 
 
+def test_the_clock_goes_on_from_where_it_was(tmp_path):
+    args, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=5)
+    first, second = BudgetCallback(1.0), BudgetCallback(1.0)
+    first.used, first.wall = 0.6, 0.7
+    (tmp_path / "checkpoint-5").mkdir()
+    first.on_save(args, state, None)
+    second.on_train_begin(args, state, None)
+    assert (second.used, second.wall) == (0.6, 0.7)
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_says_what_it_does_before_it_is_run(name, capsys):
     assert lsgpt_cli.main(["study"]) == 0
@@ -274,6 +298,31 @@ def test_a_run_that_diverged_has_no_loss(tmp_path):
     runs = read_runs(study, tmp_path)
     assert "4.310 ± 0.014 (1 not finite)" in study.report(runs, tmp_path)
     assert study.comparisons["gain"].judge(runs).verdict == "inconclusive"
+
+
+def test_a_claim_is_open_until_its_arms_have_all_their_seeds(tmp_path, monkeypatch):
+    study = load_study("sparse-dependencies")
+    values = {"eval_loss": 4.0, "diverged": False, "max_logit": 9.0}
+    runs = {arm: [{"seed": seed, **values} for seed in (42, 43, 44)] for arm in study.arms}
+    count = lambda: word_comparisons(study, runs).count("Verdict: **open**")  # noqa: E731
+    assert count() == 0
+    runs["ls-hidden"].pop()
+    assert count() == 2  # not the one about `mhsa` alone
+    monkeypatch.setattr(study, "fewer_seeds", {"ls-hidden": 2})
+    assert count() == 0
+
+    # Those are the seeds that are run.
+    started = []
+
+    def run_commands(commands, *args):
+        started.extend(command[4:6] for command in commands)
+        raise InterruptedError
+        yield
+
+    monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_commands)
+    with pytest.raises(InterruptedError):
+        run_study(study, only=["ls*"], fields=small_fields(block_size="64"))
+    assert started == [["ls", "42"], ["ls-hidden", "42"], ["ls", "43"], ["ls-hidden", "43"], ["ls", "44"]]
 
 
 def test_sensitivity_is_the_mean_over_rates_less_the_best():

@@ -1,6 +1,8 @@
 """Studies of small tasks: their data, a run of each at a small size, reports, and verdicts."""
 
 import math
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from study_reports import report_of
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lsgpt.studies import load_study
+from lsgpt.studies import load_study, time_to_learn
 from lsgpt.studies.degrees_of_freedom import fit, make_target
 from lsgpt.studies.grid import collate_with_hidden_keys, hide_keys
 from lsgpt.studies.measurements import visible_pairs
@@ -55,6 +57,22 @@ def test_queries_and_keys_are_fitted_to_a_target():
     assert abs(close["divergence"]) < 1e-3
     assert close["max_logit_at_close_fit"] < 3
     assert math.isnan(fit(target, visible_pairs(48), 1, 20)["max_logit_at_close_fit"])
+    # A fit to 0.12 nats is not yet close.
+    rough = fit(target, visible_pairs(48), 4, 110, torch.Generator().manual_seed(1))
+    assert 0.1 < rough["divergence"] < 0.15 and math.isnan(rough["max_logit_at_close_fit"])
+
+
+def test_before_a_step_figures_are_those_of_the_visible_pairs():
+    target, visible = make_target("dense-local", 48, 6, 2), visible_pairs(48, 6)
+    found = fit(target, visible, 4, 0, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    query, key = (0.3 * torch.randn(48, 4, generator=generator) for _ in range(2))
+    logits = query @ key.T / 2
+    assert found["max_logit"] == pytest.approx(logits[visible].abs().max().item())
+    assert found["max_logit"] < logits.abs().max().item()
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    divergence = (torch.special.xlogy(target, target) - torch.special.xlogy(target, weights)).sum(-1).mean()
+    assert found["divergence"] == pytest.approx(divergence.item(), rel=1e-5)
 
 
 def test_degrees_of_freedom_runs(tmp_path, monkeypatch):
@@ -146,6 +164,25 @@ def test_an_answer_is_what_the_token_before_it_predicts(task):
     assert is_right.all() and len(is_right) >= 5 * 12
     assert distances.tolist() == [x for row in rows for x in row.distances if x]
     assert not answer(Oracle(rows, 0), rows)[0].any()
+
+
+def test_models_are_judged_on_far_answers_of_rows_that_are_not_trained(tmp_path, monkeypatch):
+    found = {}
+
+    def train_small(model, data, seed, folder, options, callbacks):
+        found.update(data=data, goal=callbacks[0])
+        return False
+
+    monkeypatch.setattr(time_to_learn, "train_small", train_small)
+    load_study("time-to-learn").run("recall-1-lr0.001", 47, tmp_path, ())
+    goal, trained = found["goal"], {tuple(row["input_ids"]) for row in islice(found["data"], 256)}
+    assert len(goal.rows) == 128 and not trained & {tuple(row.input_ids) for row in goal.rows}
+
+    # Two layers with windows of 8 reach 14 tokens back, and an answer is predicted one token before it.
+    answers = np.array([True, True, False, False]), np.array([3, 15, 16, 90])
+    monkeypatch.setattr(time_to_learn, "answer", lambda model, rows: answers)
+    goal.on_step_end(None, SimpleNamespace(global_step=time_to_learn.EVERY), None, model=nn.Identity())
+    assert goal.curve == [(time_to_learn.EVERY, 0.0)] and goal.steps is None
 
 
 def test_time_to_learn_stops_at_the_goal(tmp_path, monkeypatch):
