@@ -142,17 +142,14 @@ def _results_table(runs: Runs) -> str:
     for arm, of_arm in runs.items():
         # A run may diverge after its last measured loss; its perplexity is then not finite.
         finished = [run for run in of_arm if run["outcome"] == "finished" and math.isfinite(run["eval_perplexity"])]
-        rows.append(
-            [
-                arm,
-                format_values([run["eval_perplexity"] for run in finished], 2),
-                format_values([run["eval_bits_per_byte"] for run in finished], 4),
-                format_values([run["max_logit"] for run in of_arm if run["curves"]["max_logit"]], 1),
-                # A run that was killed after its last step has taken no step since, whose time could be measured.
-                format_values([run["tokens_per_second"] for run in of_arm if run["tokens_per_second"] > 0], 0),
-                with_unit(max(run["peak_memory_bytes"] for run in of_arm), "B"),
-                f"{len(of_arm) - len(finished)} of {len(of_arm)}",
-            ]
-        )
+        cells = [
+            format_values([run["eval_perplexity"] for run in finished], 2),
+            format_values([run["eval_bits_per_byte"] for run in finished], 4),
+            format_values([run["max_logit"] for run in of_arm if run["curves"]["max_logit"]], 1),
+            # A run that was killed after its last step has taken no step since, whose time could be measured.
+            format_values([run["tokens_per_second"] for run in of_arm if run["tokens_per_second"] > 0], 0),
+            with_unit(max(run["peak_memory_bytes"] for run in of_arm), "B"),
+        ]
+        rows.append([arm, *cells, f"{len(of_arm) - len(finished)} of {len(of_arm)}"])
     head = ["arm", "validation perplexity", "bits per byte", "largest logit", "tokens/s", "peak memory", "lost"]
     return table(rows, head)

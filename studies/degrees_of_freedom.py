@@ -148,8 +148,7 @@ def fit(
         loss.backward()
         optimizer.step()
         schedule.step()
-    with torch.no_grad():
-        final, logits = divergence()
+    final, logits = divergence()
     return {
         "max_logit": logits[visible].abs().max().item(),
         "divergence": final.item(),

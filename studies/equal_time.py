@@ -31,7 +31,6 @@ class BudgetCallback(TrainerCallback):
     def __init__(self, budget: float):
         self.budget = budget
         self.used = self.wall = 0.0
-        self._began = (0.0, 0.0)
 
     def on_train_begin(self, args, state, control, **kwargs):
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / CLOCK

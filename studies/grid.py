@@ -62,8 +62,6 @@ BEYOND = LOSS._replace(
 )
 
 
-# Learning rates and stabilizers
-
 RATES, FEW_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
 METHODS = ("qknorm", "softcap", "zloss", "qkclip", "adagc")
 STABILIZED = ("mhsa", "ls", *(f"{kind}-{method}" for kind in ("mhsa", "ls") for method in METHODS))
@@ -158,8 +156,6 @@ about runs that need them."""
     hours = 2.4
 
 
-# Lengths
-
 HEADS = {"mhsa": "all", "ls": 1}
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
@@ -215,9 +211,6 @@ studies set-complement and othello find the opposite."""
         n = model.config.max_position_embeddings
         blocks = validation_blocks(folder, 16, 4 * n)
         return {"beyond": {str(x): mean_loss(model, blocks[:, : x * n], begin=x * n // 2) for x in (1, 2, 4)}}
-
-
-# Hidden keys
 
 
 def hide_keys(input_ids: torch.Tensor) -> torch.Tensor:
