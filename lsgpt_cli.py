@@ -8,6 +8,7 @@ import difflib
 import importlib.metadata
 import logging
 import os
+import shlex
 import sys
 
 
@@ -185,17 +186,15 @@ def _make_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--balance",
         choices=("overall", "layer"),
-        default="overall",
         help="overall: keep the N most needed heads global, wherever they are; layer: keep the same number in "
-        "each layer, the most needed ones there; default: %(default)s",
+        "each layer, the most needed ones there; default: overall",
     )
     convert.add_argument(
         "--max-blocks",
         metavar="N",
         type=_positive_int,
-        default=4,
         help="maximum number of blocks of text (2,048 tokens, for wide windows up to 4,096) to measure heads on, "
-        "and again to evaluate on; default: %(default)s",
+        "and again to evaluate on; default: 4",
     )
     convert.set_defaults(run=_convert)
 
@@ -424,7 +423,6 @@ def _generate(args: argparse.Namespace) -> int:
 def _load(name: str):
     """Loads the tokenizer and the model of a checkpoint; raises `ValueError` if its files lack weights."""
     from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
 
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
     from lsgpt.utilities import load_complete, load_tokenizer
@@ -433,7 +431,7 @@ def _load(name: str):
     try:
         tokenizer = load_tokenizer(name)
         model = load_complete(name, device_map="auto")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
     return tokenizer, model
@@ -526,10 +524,11 @@ def _convert(args: argparse.Namespace) -> int:
         for name, *values in format_quality(calibration):
             print(f"  {name:<40}{'  '.join(values)}")
         print(f"\nNext:\n  {os.path.join(args.folder, 'report.md')}")
-        heal = f"lsgpt train heal --model_name_or_path {args.folder} --teacher {args.source}"
+        heal = ["lsgpt", "train", "heal", "--model_name_or_path", args.folder, "--teacher", args.source]
         positions = model.config.max_position_embeddings
         is_short = positions < load_recipe("heal")["block_size"]
-        print(f"  {heal} --dataset_name {args.calibrate}{f' --block_size {positions}' if is_short else ''}")
+        more = ["--block_size", str(positions)] if is_short else []
+        print(f"  {shlex.join([*heal, '--dataset_name', args.calibrate, *more])}")
     if not os.path.exists(os.path.join(args.folder, "tokenizer_config.json")):
         print(f"\nThe source has no tokenizer. To use text, save the model's tokenizer into {args.folder}.")
     return 0

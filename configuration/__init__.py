@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -12,6 +13,20 @@ from lsgpt.utilities import looks_like_a_path, suggest
 
 
 _FOLDER = Path(__file__).parent
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as a number, as YAML 1.2 and JSON do. For YAML 1.1, which PyYAML reads, only 1.0e-5 is one."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Reads YAML with numbers such as 1e-5. Raises `yaml.YAMLError` if it is no YAML."""
+    return yaml.load(text, _Loader)
 
 
 def list_presets() -> list[str]:
@@ -116,7 +131,7 @@ def load_arms(file: str | Path | None = None) -> dict[str, dict]:
     Raises:
         ValueError: If there is no such file, or it is not a mapping from names to mappings.
     """
-    arms = yaml.safe_load((_FOLDER / "arms.yaml").read_text(encoding="utf-8"))
+    arms = _read_yaml_mapping(_FOLDER / "arms.yaml", "arms")
     if file is not None:
         arms |= _read_yaml_mapping(Path(file), "arms")
     for name, fields in arms.items():
@@ -127,7 +142,7 @@ def load_arms(file: str | Path | None = None) -> dict[str, dict]:
 
 def _read_yaml_mapping(file: Path, kind: str) -> dict:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = read_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{kind} {file} cannot be read: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -27,8 +27,8 @@ def convert(
     global_kv_heads: int | float | None = None,
     window: int | None = None,
     text: str | None = None,
-    balance: str = "overall",
-    max_blocks: int = 4,
+    balance: str | None = None,
+    max_blocks: int | None = None,
     cache_share: float | None = None,
 ) -> tuple[LSGPTForCausalLM, Calibration | None]:
     """
@@ -46,8 +46,9 @@ def convert(
         folder: A new or empty folder.
         global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
         window: Number of keys that a query of a local head sees, including its own.
-        text, max_blocks: See `calibrate`.
-        balance: See `choose_global_heads`.
+        text: See `calibrate`.
+        balance: See `choose_global_heads`; `"overall"` by default.
+        max_blocks: See `calibrate`; 4 by default.
         cache_share: Size of the key/value cache at 8,192 tokens as a share of the source's, see `budget_heads`; 0.2
             without `global_kv_heads` and `window`.
 
@@ -70,8 +71,10 @@ def convert(
             "`global_kv_heads` and `window` must be given together, or `cache_share` instead of them; got "
             f"{' and '.join(given)}"
         )
+    given += [name for name, value in (("`balance`", balance), ("`max_blocks`", max_blocks)) if value is not None]
     if given and text is None:
         raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
+    balance, max_blocks = balance or "overall", 4 if max_blocks is None else max_blocks
 
     pretrained = tokenizer = origin = calibration = None
     is_saved = False

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import torch
@@ -84,9 +85,11 @@ def check_length(length: int | None, config: PreTrainedConfig) -> int:
     The number of tokens in a block: `length`, by default 512 or the model's number of positions if that is smaller.
 
     Raises:
-        ValueError: `length` is larger than the model's number of positions.
+        ValueError: `length` is below 2, or larger than the model's number of positions.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and length < 2:
+        raise ValueError(f"`length` must be at least 2, or a token has no other to look at; got {length}")
     if positions and length and length > positions:
         raise ValueError(f"`length` must be at most {positions}, the number of positions of the model; got {length}")
     return length or min(LENGTH, positions or LENGTH)
@@ -107,10 +110,16 @@ def read_blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, num_
         Token ids `(blocks, tokens)`.
 
     Raises:
-        ValueError: The text does not exist, or has fewer than two tokens.
+        ValueError: The text does not exist, is not in UTF-8, or has fewer than two tokens.
     """
     if Path(text).is_file() and Path(text).suffix == ".txt":
-        documents = [Path(text).read_text(encoding="utf-8")]
+        try:
+            documents = [Path(text).read_text(encoding="utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{text!r} must be encoded in UTF-8: {error}. To convert it: iconv -f latin1 -t utf-8 "
+                f"{shlex.quote(text)} > NEW.txt, with its encoding instead of latin1"
+            ) from error
     else:
         documents = load_documents(text)["validation"]["text"]
     prefix = [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id][:1]

@@ -132,6 +132,13 @@ def test_generate_samples_what_the_model_samples(trained, capsys, prompt):
         assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
+def test_generate_takes_the_last_position(trained, capsys):
+    """The prompt has two tokens, and the model 64 positions."""
+    folder = str(trained[0] / "runs" / "demo")
+    assert lsgpt_cli.main(["generate", folder, "def ", "--greedy", "--max_new_tokens", "62"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
 def test_generate_past_the_positions_of_a_rotary_model(trained, tmp_path, capfd):
     config = LSGPTConfig(
         **{**yaml.safe_load(TINY), "position_embedding_type": "rope", "max_position_embeddings": 16}, eos_token_id=None
@@ -172,7 +179,7 @@ def change_config(**fields):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_weights, "cannot load a model and its tokenizer from 'FOLDER': Error while deserializing header"),
+        (cut_weights, "the weights in 'FOLDER' cannot be read: Error while deserializing header"),
         (forget_a_layer, "configuration; missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj"),
         (forget_the_tokenizer, "'FOLDER' has no tokenizer"),
         (change_config(hidden_size="big"), "Field 'hidden_size' expected int, got str (value: 'big')"),
@@ -188,6 +195,20 @@ def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys, damage
     last_line = captured.err.splitlines()[-1]
     assert last_line.startswith("lsgpt: error: ") and message.replace("FOLDER", str(folder)) in last_line
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("role", ["model_name_or_path", "teacher"])
+def test_train_names_the_folder_whose_weights_are_cut_off(trained, tmp_path, monkeypatch, capsys, role):
+    monkeypatch.chdir(tmp_path)
+    whole = trained[0] / "runs" / "demo"
+    shutil.copytree(whole, "damaged")
+    cut_weights(Path("damaged"))
+    Path("text.txt").write_text("def f(x): return x\n" * 500)
+    places = {"model_name_or_path": str(whole), role: "damaged"}
+    options = [word for name, value in places.items() for word in (f"--{name}", value)]
+    assert lsgpt_cli.main(["train", "finetune", *options, "--dataset_name", "text.txt", "--block_size", "64"]) == 2
+    assert "the weights in 'damaged' cannot be read: Error while" in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("runs").exists()
 
 
 def test_version(capsys):
@@ -293,7 +314,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),
         (["generate", "RUN", ""], "`prompt` must have at least one token"),
-        (["generate", "RUN", "def ", "--max_new_tokens", "64"], "`--max-new-tokens` must be at most 62"),
+        (["generate", "RUN", "def ", "--max_new_tokens", "63"], "`--max-new-tokens` must be at most 62"),
         (["generate", "a/b/c", "def"], "there is no folder 'a/b/c'"),
         (["generate", "EMPTY/../emtpy", "def"], "/empty'?"),
         (["trian"], "got 'trian'; did you mean 'train'?"),
@@ -317,6 +338,10 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (
             ["train", "finetune", "--model_name_or_path", "GPT2"],
             "must be an LSGPT checkpoint; its model type is 'gpt2'",
+        ),
+        (
+            ["train", "--preset", "gpt2-small", "--model_name_or_path", "RUN"],
+            "`preset` must not be given with `model_name_or_path`, whose shape the model has; got 'gpt2-small' and",
         ),
         (["compare", "--arms", "ls,msha"], "got 'msha'; did you mean 'mhsa'"),
         (["compare", "bokos", "--arms", "ls"], "got 'bokos'; did you mean 'books'"),

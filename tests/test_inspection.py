@@ -427,12 +427,31 @@ def test_data_sets_and_first_tokens(workplace):
     assert read_blocks("data", tokenizer, 10, 2).tolist() == [[begin, *ids[:9]], [begin, *ids[9:18]]]
 
 
+def test_an_end_of_text_is_between_documents(workplace):
+    write = json.dumps
+    (workplace / "two.jsonl").write_text("".join(write({"text": text}) + "\n" for text in ("def f", "return x")))
+    (workplace / "data").mkdir()
+    (workplace / "two.jsonl").rename(workplace / "data" / "validation.jsonl")
+    (workplace / "data" / "train.jsonl").write_text(write({"text": "unwanted"}) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained("lsgpt")
+    first, second = (tokenizer(text).input_ids for text in ("def f", "return x"))
+    ids = [*first, tokenizer.eos_token_id, *second]
+    assert read_blocks("data", tokenizer, 99, 1).tolist() == [ids]
+
+
+def test_blocks_may_take_all_positions():
+    config = LlamaConfig(max_position_embeddings=20)
+    assert [inspection_report.check_length(length, config) for length in (None, 20, 2)] == [20, 20, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["lsgpt", "texd.txt"], "there is no file or folder 'texd.txt'; did you mean 'text.txt'?"),
         (["gone/model", "text.txt"], "gone/model"),
         (["lsgpt", "letter.txt"], "the text must have two tokens or more; 'letter.txt' has 1"),
+        (["lsgpt", "latin.txt"], "'latin.txt' must be encoded in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+        (["lsgpt", "text.txt", "--length", "1"], "`length` must be at least 2, or a token has no other to look at"),
         (["lsgpt", "text.txt", "--length", "161"], "`length` must be at most 160, the number of positions of the"),
         (["lsgpt", "text.txt", "--length", "20", "--far", "20"], "`far` must be between 1 and 19"),
         (["lsgpt", "text.txt", "--output", "data"], "must be new, empty, or that of an earlier inspection; got data"),
@@ -441,11 +460,13 @@ def test_data_sets_and_first_tokens(workplace):
 )
 def test_what_the_user_got_wrong(workplace, capsys, offline, arguments, message):
     (workplace / "letter.txt").write_text("x")
+    (workplace / "latin.txt").write_bytes("café".encode("latin-1"))
     (workplace / "data").mkdir()
     (workplace / "data" / "precious.md").write_text("kept")
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
-    assert {path.name for path in workplace.iterdir()} == {"lsgpt", "llama", "text.txt", "letter.txt", "data"}
+    files = {"lsgpt", "llama", "text.txt", "letter.txt", "latin.txt", "data"}
+    assert {path.name for path in workplace.iterdir()} == files
     assert [path.name for path in (workplace / "data").iterdir()] == ["precious.md"]
 
 

@@ -14,8 +14,9 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.integrations import get_available_reporting_integrations
 
-from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe
+from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe, read_yaml
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
@@ -113,7 +114,7 @@ class RunArguments:
 def _read_yaml(value):
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
-            return yaml.safe_load(value)
+            return read_yaml(value)
     return value
 
 
@@ -145,8 +146,13 @@ _GONE = {
 _SMALLEST = {
     **dict.fromkeys(("learning_rate", "max_grad_norm", "max_logit_every_n_steps", "sink_learning_rate", "z_loss"), 0),
     **dict.fromkeys(("gradient_accumulation_steps", "max_eval_blocks", "per_device_train_batch_size"), 1),
+    "per_device_eval_batch_size": 1,
+    "weight_decay": 0,
 }
 """Fields that must be finite and at least this. Other values would fail late, or silently."""
+
+_SMALLER_IS_BETTER = ("perplexity", "bits_per_byte")
+"""Endings of metrics of which Transformers, which knows losses only, would take the largest as the best."""
 
 
 class Arguments(NamedTuple):
@@ -210,10 +216,17 @@ def parse_arguments(
         recipe = _recipe_of_run(checkpoint) if checkpoint else "demo"
     parser.set_defaults(**_read_recipe(recipe))
     given = _parse_command_line(parser, overrides)
+    if given.model_name_or_path and any(argument.split("=")[0] == "--preset" for argument in overrides):
+        raise ValueError(
+            "`preset` must not be given with `model_name_or_path`, whose shape the model has; got "
+            f"{given.preset!r} and {given.model_name_or_path!r}"
+        )
     checkpoint = given.resume_from_checkpoint and find_checkpoint(given.resume_from_checkpoint)
     given.resume_from_checkpoint = checkpoint and str(checkpoint)
     folder = given.output_dir or (checkpoint and checkpoint.parent)
     given.output_dir = str(folder or Path("runs") / given.run_name)
+    if given.greater_is_better is None and (given.metric_for_best_model or "").endswith(_SMALLER_IS_BETTER):
+        given.greater_is_better = False
 
     optimizer = {"optim": "adamw_torch"} if given.optim == ADAGC else {}
     model, data, run, training = parser.parse_dict({**vars(given), **optimizer})
@@ -252,7 +265,10 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
             raise ValueError(f"recipe {name} has the field `{gone}`, which has been {words}; delete it")
     if unknown := [field for field in values if field not in _FIELDS]:
         raise ValueError(f"recipe {name} has an unknown field {unknown[0]!r}{suggest(str(unknown[0]), _FIELDS)}")
-    # The parser converts and checks only strings, so numbers become strings. YAML reads 3e-4 as one anyway.
+    for field in ("eval_strategy", "logging_strategy", "save_strategy"):
+        if values.get(field) is False:
+            values[field] = "no"  # which YAML reads as false
+    # The parser converts and checks only strings, so numbers become strings.
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
 
@@ -291,6 +307,13 @@ def check_arguments(arguments: Arguments):
         raise ValueError(
             "`max_steps` must be at least 1, or -1 with a positive and finite `num_train_epochs`; got "
             f"{args.max_steps} and {args.num_train_epochs}"
+        )
+    # The Trainer says so only after the text has been tokenized. The last two are not always listed as available.
+    trackers = get_available_reporting_integrations()
+    if missing := [name for name in args.report_to if name not in (*trackers, "azure_ml", "flyte")]:
+        raise ValueError(
+            f"`report_to` must be trackers whose packages are installed ({', '.join(trackers) or 'here none'}); got "
+            f"{missing[0]!r}. Install its package, or set `report_to: none`"
         )
     if data.streaming and args.max_steps == -1:
         raise ValueError("`max_steps` must be set with `streaming`: a stream has no length")

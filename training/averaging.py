@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lsgpt.utilities import suggest
@@ -72,14 +72,10 @@ def _read_setting(name: str, value: Any) -> float:
             raise ValueError(f"`every_n_steps` must be a whole number of at least 1; got {value!r}")
         return value
     low, high = _RANGES[name]
-    try:
-        number = float(value)  # YAML reads 1e-3 as a string
-    except (TypeError, ValueError):
-        number = math.nan
-    if not low <= number < high:
+    if not isinstance(value, int | float) or not low <= value < high:
         limit = "finite" if high == math.inf else f"below {high}"
         raise ValueError(f"`{name}` must be at least {low} and {limit}; got {value!r}")
-    return number
+    return float(value)
 
 
 class AveragedWeightsCallback(TrainerCallback):
@@ -134,6 +130,7 @@ class AveragedWeightsCallback(TrainerCallback):
         if self.kind == "bema":
             self._parts |= {"ema": {}, "start": {}}
         self._trainer: Trainer | None = None
+        self._saved: Path | None = None  # the checkpoint that has its averages before `on_save`
 
     def attach(self, trainer: Trainer):
         """
@@ -175,11 +172,22 @@ class AveragedWeightsCallback(TrainerCallback):
             self._update(self._same_weights(model), state.global_step)
 
     def on_save(self, args, state, control, model=None, **kwargs):
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._saved != folder:
+            self.save(folder, args, model)
+        self._saved = None
+
+    def save(self, checkpoint: str | Path, args: TrainingArguments, model: nn.Module):
+        """
+        Saves the averages in the folder of a checkpoint. A Trainer calls `on_save` only when the checkpoint seems
+        complete and earlier ones are deleted, so a run that is killed then cannot resume. `LSGPTTrainer` calls this
+        before. With FSDP2, all processes must call it.
+        """
+        self._saved = Path(checkpoint)
         if not (_is_sharded(model) or args.should_save):
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / self._file_name(args, model)
+        self._saved.mkdir(parents=True, exist_ok=True)
+        file = self._saved / self._file_name(args, model)
         tensors = {f"{part}.{name}": x.contiguous() for part, xs in self._parts.items() for name, x in xs.items()}
         metadata = {"kind": self.kind, "raw_weights": _fingerprint(self._same_weights(model))}
         unfinished = file.with_suffix(".unfinished")
@@ -321,7 +329,8 @@ def check_averages(checkpoint: str | Path, kind: str):
     files = sorted(Path(checkpoint).glob("averaged*.safetensors"))
     if not files:
         raise ValueError(
-            f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to continue"
+            f"`averaging` must be unset to resume from {str(checkpoint)!r}, which has no averaged weights to "
+            "continue; or resume from an earlier checkpoint"
         )
     _check_kind(files[0], kind)
 

@@ -1,6 +1,5 @@
 """Callbacks for any `transformers.Trainer`."""
 
-import json
 import math
 import os
 import signal
@@ -34,24 +33,29 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and state.global_step > 0 and path.exists():
             kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
-            path.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
+            os.replace(unfinished, path)  # so that a run that is killed leaves all of the lines
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(to_json({"step": state.global_step, **(logs or {})}) + "\n")
+        with path.open("a+b") as file:
+            file.seek(max(file.tell() - 1, 0))
+            is_cut_off = file.read() not in (b"", b"\n")  # the last line, by a crash
+            line = to_json({"step": state.global_step, **(logs or {})}) + "\n"
+            file.write(b"\n" * is_cut_off + line.encode())
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Reads the lines of `MetricsFileCallback`, without a last one that was cut off by a crash."""
+    """Reads the lines of `MetricsFileCallback`, without those that a crash has cut off or spoilt."""
     logs = []
-    with suppress(json.JSONDecodeError):
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_bytes().splitlines():
+        with suppress(ValueError):  # JSON's, and that of other bytes than text
             logs.append(from_json(line))
-    return logs
+    return [log for log in logs if isinstance(log, dict)]
 
 
 class SaveOnSignalCallback(TrainerCallback):

@@ -9,16 +9,19 @@ from transformers import TrainingArguments
 
 
 def make_folder(args: TrainingArguments):
-    """Creates the output folder. Raises `ValueError` if it is not empty, unless the run resumes, or read-only."""
+    """Creates the output folder. Raises `ValueError` if it is read-only, or not empty and not of the resumed run."""
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` must be a folder; got {str(folder)!r}, which is a file")
-    if folder.exists() and any(folder.iterdir()) and not args.resume_from_checkpoint:
+    checkpoint = args.resume_from_checkpoint and Path(args.resume_from_checkpoint).resolve()
+    is_own = checkpoint and folder.resolve() in (checkpoint.parent, checkpoint)
+    if folder.exists() and any(folder.iterdir()) and not is_own:
         remedy = "It has no checkpoint to resume from: choose another folder, or delete this one"
         if _complete_checkpoints(folder):
             remedy = f"To resume the run in it: --resume_from_checkpoint {shlex.quote(str(folder))}"
         raise ValueError(
-            f"`output_dir` must be a new or an empty folder; got {str(folder)!r}, which is not empty. {remedy}"
+            f"`output_dir` must be a new or an empty folder, or that of the run to resume; got {str(folder)!r}, which "
+            f"is not empty. {remedy}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

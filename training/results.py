@@ -80,7 +80,7 @@ def to_json(value: Any, **options) -> str:
     return json.dumps(_map(value, lambda x: x if _is_finite(x) else json.dumps(x)), **options)
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str | bytes) -> Any:
     """Reads what `to_json` writes."""
     return _map(json.loads(text), lambda x: float(x) if x in ("NaN", "Infinity", "-Infinity") else x)
 

@@ -1,6 +1,7 @@
 """Published remedies against exploding logits and loss spikes that are neither configuration nor part of the loss."""
 
 import functools
+import inspect
 import os
 
 import torch
@@ -50,7 +51,7 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
 
     Raises:
         ValueError: If `args.max_grad_norm` is not 0, because AdaGC replaces clipping by the global norm; or with FSDP
-            or DeepSpeed, because it needs the gradients of whole tensors.
+            or DeepSpeed, because it needs the gradients of whole tensors; or if `optim_args` are not AdaGC's.
         ImportError: If the package `pytorch_optimizer` is not installed.
     """
     if args.max_grad_norm != 0:
@@ -65,5 +66,14 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
     except ImportError as error:
         raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer") from error
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    given = dict(item.split("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item)
-    return AdaGC, {**kwargs, "lambda_rel": lambda_rel, **{name: float(value) for name, value in given.items()}}
+    pairs = [item.split("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item]
+    try:
+        given = {name: float(value) for name, value in pairs}
+        if unknown := given.keys() - inspect.signature(AdaGC).parameters.keys():
+            raise ValueError(f"no setting is called {min(unknown)!r}")  # AdaGC ignores what it does not know
+    except ValueError as error:
+        raise ValueError(
+            "`optim_args` must be settings of AdaGC, as in 'lambda_abs=2.0,beta=0.98', with `optim: adagc`; got "
+            f"{args.optim_args!r}: {error}"
+        ) from error
+    return AdaGC, {**kwargs, "lambda_rel": lambda_rel, **given}

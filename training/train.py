@@ -29,7 +29,7 @@ from lsgpt.utilities import load_complete, with_unit
 from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
-from .averaging import AveragedWeightsCallback, check_averages
+from .averaging import AveragedWeightsCallback, check_averages, check_updates
 from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
 from .context_parallel import check_parallelism, processes_per_row
 from .data import (
@@ -135,7 +135,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         count = with_unit(total) if trained == total else f"{with_unit(trained)} of {with_unit(total)}"
         size = f"{_describe_size(blocks['train'], args.dataloader_num_workers)} of {arguments.data.block_size} tokens"
         print(f"Training {count} parameters on {size}; everything goes to {args.output_dir}", flush=True)
-    return LSGPTTrainer(
+    trainer = LSGPTTrainer(
         model=model,
         args=args,
         train_dataset=blocks["train"],
@@ -152,6 +152,10 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         sink_learning_rate=arguments.model.sink_learning_rate,
         save_card=save_card,
     )
+    if arguments.run.averaging is not None and args.max_steps == -1:  # only now known how many steps the epochs have
+        *_, max_steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
+        check_updates(arguments.run.averaging, max_steps)
+    return trainer
 
 
 def _describe_size(blocks: Dataset | IterableDataset, num_workers: int) -> str:

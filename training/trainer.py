@@ -117,6 +117,14 @@ class LSGPTTrainer(Trainer):
                 logs.update(callback.take_figures())
         super().log(logs, start_time)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str):
+        """As in `Trainer`, and the averages too: a checkpoint counts as complete once it has the state, saved last."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, AveragedWeightsCallback):
+                callback.save(output_dir, self.args, self.model)
+        self.accelerator.wait_for_everyone()  # every process saves its part of sharded averages
+
     def _run_epoch(self, *args, **kwargs):
         """As in `Trainer`, but without a step too many after resuming from the last one."""
         if self.state.global_step >= self.state.max_steps:

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
 
@@ -48,7 +49,8 @@ def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_mor
         The model.
 
     Raises:
-        ValueError: If the files lack weights, have them in other shapes, or have others; or as `check_gguf`.
+        ValueError: If the files cannot be read, lack weights, have them in other shapes, or have others; or as
+            `check_gguf`.
         OSError, ValueError, KeyError, RuntimeError: As `from_pretrained`.
         ImportError: As `read_gguf`.
     """
@@ -57,12 +59,15 @@ def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_mor
         check_gguf(*read_gguf(path))
         options["gguf_file"] = path.name
     model: PreTrainedModel
-    model, found = AutoModelForCausalLM.from_pretrained(
-        path.parent if path.suffix == ".gguf" else name,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path.parent if path.suffix == ".gguf" else name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except SafetensorError as error:  # of a file that was cut off; not a `ValueError`
+        raise ValueError(f"the weights in {str(name)!r} cannot be read: {error}") from error
     refuse_tensors(
         sorted(key for key in found["missing_keys"] if not key.endswith(tuple(may_lack))),
         [] if may_have_more else sorted(found["unexpected_keys"]),

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -458,12 +459,13 @@ def test_calibrated_choice_beats_first_and_random_heads(balance, converted):
 
 
 def test_command(gpt2, tmp_path, capsys):
+    text = shutil.copy(gpt2 / "text.jsonl", tmp_path / "my text.jsonl")
     command = ["convert", str(gpt2 / "model"), str(tmp_path / "out"), "--global-kv-heads", "0.5", "--window", "16"]
-    assert lsgpt_cli.main([*command, "--calibrate", str(gpt2 / "text.jsonl"), "--max-blocks", "16"]) == 0
+    assert lsgpt_cli.main([*command, "--calibrate", str(text), "--max-blocks", "16"]) == 0
     output = capsys.readouterr().out
     assert "Calibration takes about 1 min" in output
     heal = f"lsgpt train heal --model_name_or_path {tmp_path / 'out'} --teacher {gpt2 / 'model'}"
-    assert f"{heal} --dataset_name {gpt2 / 'text.jsonl'} --block_size 64\n" in output
+    assert f"{heal} --dataset_name '{text}' --block_size 64\n" in output
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -574,6 +576,14 @@ def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, ca
     last_line = errors.splitlines()[-1]
     assert last_line.startswith("lsgpt: error: ")
     assert message in last_line
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_calibration_that_there_is_not(gpt2, tmp_path, capsys):
+    command = ["convert", str(gpt2 / "model"), str(tmp_path / "out"), "--balance", "layer", "--max-blocks", "7"]
+    assert lsgpt_cli.main(command) == 2
+    message = "`text` (`--calibrate`) must be given with `balance` and `max_blocks`: heads are measured on it"
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

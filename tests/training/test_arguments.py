@@ -6,7 +6,7 @@ import torch
 import yaml
 from transformers import TrainingArguments, get_scheduler
 
-from lsgpt.configuration import list_recipes
+from lsgpt.configuration import list_recipes, load_arms
 from lsgpt.training import parse_arguments
 from lsgpt.training.arguments import OURS, make_parser
 from lsgpt.training.folders import free_folder, make_folder
@@ -44,6 +44,30 @@ def test_command_line_overrides_recipe(tmp_path):
     assert training_args.output_dir == "runs/mine"
 
 
+def test_numbers_without_a_point_are_numbers(tmp_path):
+    """YAML 1.1, which PyYAML reads, takes 1e-5 for text."""
+    text = "lr_scheduler_kwargs: {min_lr: 1e-5}\nconfig_overrides: {initializer_range: 2E-2, layer_norm_eps: .5e-5}\n"
+    arguments = parse_arguments(write_recipe(tmp_path, text + "learning_rate: 3e-4\nrun_name: 12e\n"))
+    assert arguments.training.lr_scheduler_kwargs == {"min_lr": 1e-5}
+    assert arguments.model.config_overrides == {"initializer_range": 0.02, "layer_norm_eps": 5e-6}
+    assert (arguments.training.learning_rate, arguments.training.run_name) == (3e-4, "12e")
+    overrides = ["--config_overrides", "{initializer_range: 1e-3}", "--averaging", "{kind: ema, decay: 9e-1}"]
+    arguments = parse_arguments("demo", overrides)
+    assert arguments.build_config().initializer_range == 0.001 and arguments.run.averaging["decay"] == 0.9
+    arms = tmp_path / "arms.yaml"
+    arms.write_text("fast: {lr_scheduler_kwargs: {min_lr: 1e-5}}\n")
+    assert load_arms(arms)["fast"] == {"lr_scheduler_kwargs": {"min_lr": 1e-5}}
+
+
+def test_no_is_a_strategy(tmp_path):
+    """YAML 1.1 takes it for false."""
+    names = ("eval_strategy", "logging_strategy", "save_strategy")
+    arguments = parse_arguments(write_recipe(tmp_path, "".join(f"{name}: no\n" for name in names) + "bf16: no\n"))
+    assert [str(getattr(arguments.training, name).value) for name in names] == ["no"] * 3
+    assert arguments.training.bf16 is False
+    assert parse_arguments(arguments.recipe).training.save_strategy == "no"
+
+
 def test_config_overrides_change_the_model(tmp_path):
     recipe = write_recipe(tmp_path, "config_overrides: {num_hidden_layers: 5}\n")
     assert parse_arguments(recipe).build_config().num_hidden_layers == 5
@@ -66,6 +90,7 @@ def test_config_overrides_change_the_model(tmp_path):
         ("{}", ["--block_size", "long"], "block_size.*invalid int value: 'long'"),
         ("lr_scheduler_type: cosin", [], "cosin is not a valid SchedulerType"),
         ("block_size: 513", [], r"`block_size` must be between 2 and `max_position_embeddings` \(512\); got 513"),
+        ("block_size: 1", [], r"`block_size` must be between 2 and `max_position_embeddings` \(512\); got 1"),
         ("preset: dem", [], "did you mean 'demo'"),
         ("config_overrides: {hiden_size: 3}", [], "no field 'hiden_size'; did you mean 'hidden_size'"),
         ("config_overrides: hidden_size=3", [], "`config_overrides` must be a mapping"),
@@ -77,6 +102,9 @@ def test_config_overrides_change_the_model(tmp_path):
         ("learning_rate: .inf", [], "`learning_rate` must be at least 0 and finite; got inf"),
         ("gradient_accumulation_steps: 0", [], "`gradient_accumulation_steps` must be at least 1 and finite; got 0"),
         ("per_device_train_batch_size: 0", [], "`per_device_train_batch_size` must be at least 1 and finite; got 0"),
+        ("per_device_eval_batch_size: 0", [], "`per_device_eval_batch_size` must be at least 1 and finite; got 0"),
+        ("weight_decay: -0.1", [], "`weight_decay` must be at least 0 and finite; got -0.1"),
+        ("max_grad_norm: -1", [], "`max_grad_norm` must be at least 0 and finite; got -1.0"),
         ("max_steps: 0", [], "`max_steps` must be at least 1, or -1 with .*; got 0 and"),
         ("num_train_epochs: 0\nmax_steps: -1", [], "a positive and finite `num_train_epochs`; got -1 and 0.0"),
         (
@@ -97,7 +125,8 @@ def test_config_overrides_change_the_model(tmp_path):
         ("z_loss: -1", [], "`z_loss` must be at least 0 and finite; got -1.0"),
         ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
-        ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got '1e0'"),
+        ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got 1.0"),
+        ("averaging: {kind: ema, decay: high}", [], "`decay` must be at least 0 and below 1; got 'high'"),
         ("averaging: {kind: bema, decay: 0.9}", [], "the average bema has the settings .*; got 'decay'"),
         ("averaging: {decay: 0.9}", [], "`averaging` must be a kind, or a mapping of a kind and .*; got"),
         ("averaging: bema\nmax_steps: 399", [], "`every_n_steps` of the average must be at most the 399 .* got 400"),
@@ -108,6 +137,15 @@ def test_config_overrides_change_the_model(tmp_path):
 def test_mistakes_are_explained(tmp_path, recipe, overrides, message, offline):
     with pytest.raises(ValueError, match=message):
         parse_arguments(write_recipe(tmp_path, recipe), overrides)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("lsgpt.training.arguments.get_available_reporting_integrations", lambda: ["tensorboard"])
+    message = r"`report_to` must be trackers whose packages are installed \(tensorboard\); got 'wandb'\. Install its"
+    with pytest.raises(ValueError, match=message):
+        parse_arguments("demo", ["--report_to", "wandb"])
+    assert parse_arguments("demo", ["--report_to", "tensorboard"]).training.report_to == ["tensorboard"]
+    assert parse_arguments("demo", ["--report_to", "none"]).training.report_to == []
 
 
 def test_recipe_of_a_run_repeats_it(tmp_path):
@@ -172,6 +210,33 @@ def test_old_recipes_whose_removed_fields_change_nothing_are_read(tmp_path):
     """As runs have written them: with every field of ours."""
     old = "stabilizers: {}\nlora_rank: 16\nfp32_attention: false\nmax_logit_threshold: 100.0\nstop_at_step: null\n"
     assert parse_arguments(write_recipe(tmp_path, old)).recipe == parse_arguments(write_recipe(tmp_path, "{}")).recipe
+
+
+@pytest.mark.parametrize("name", ["eval_perplexity", "perplexity", "eval_averaged_perplexity", "bits_per_byte"])
+def test_the_best_perplexity_is_the_smallest(name):
+    """By default, Transformers takes the largest of all metrics that are no losses."""
+    options = ["--metric_for_best_model", name]
+    arguments = parse_arguments("demo", options)
+    assert arguments.training.greater_is_better is False
+    assert parse_arguments(arguments.recipe).training.greater_is_better is False
+    assert parse_arguments("demo", [*options, "--greater_is_better", "true"]).training.greater_is_better is True
+    assert parse_arguments("demo", ["--metric_for_best_model", "accuracy"]).training.greater_is_better is True
+    assert parse_arguments("demo", ["--metric_for_best_model", "eval_loss"]).training.greater_is_better is False
+    assert parse_arguments().training.greater_is_better is None
+
+
+def test_a_run_that_resumes_overwrites_no_other(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name / "checkpoint-4", '{"global_step": 4}')
+    (tmp_path / "a" / "recipe.yaml").write_text("max_steps: 17\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a")
+    resume = ["--resume_from_checkpoint", "a/checkpoint-4", "--output_dir"]
+    for folder in ("a", "link", str(tmp_path / "a"), "empty", "new"):
+        make_folder(parse_arguments(None, [*resume, folder]).training)
+    with pytest.raises(ValueError, match=r"must be a new or an empty folder, or that of the run to resume; got 'b'"):
+        make_folder(parse_arguments(None, [*resume, "b"]).training)
 
 
 def test_our_options_are_few_and_come_first_in_the_help():

@@ -1,20 +1,26 @@
 """Averages of the weights: what they are, resuming, saving and evaluating them, and that they change nothing else."""
 
 import math
+import random
 import shutil
 from pathlib import Path
 
+import fresh
+import numpy as np
 import pytest
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from trainers import random_rows, trainer_of
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.integrations import deepspeed
 
-from lsgpt.training import AVERAGES, AveragedWeightsCallback, parse_arguments
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.training import AVERAGES, AveragedWeightsCallback, LSGPTTrainer, averaging, parse_arguments
+from lsgpt.training.averaging import check_averages
+from lsgpt.training.folders import find_checkpoint
 
 
 SETTINGS = [
@@ -192,6 +198,64 @@ def test_a_checkpoint_is_whole_or_absent(whole, tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.glob("checkpoint-3/averaged*")] == ["averaged.unfinished"]
 
 
+KILLED = """
+import os, sys
+from test_averaging import train_and_save
+from lsgpt.training import averaging
+
+save_file, calls = averaging.save_file, []
+
+def save_or_die(*args):
+    calls.append(args)
+    if len(calls) == 2:
+        os._exit(9)
+    save_file(*args)
+
+averaging.save_file = save_or_die
+train_and_save(sys.argv[1])
+"""
+
+
+def train_and_save(folder, resume=None):
+    """Six steps of an LSGPT, with one checkpoint at a time."""
+    torch.manual_seed(0)
+    config = LSGPTConfig(vocab_size=97, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, num_global_heads=1)
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "trainer_type": LSGPTTrainer}
+    train(LSGPTForCausalLM(config), folder, AveragedWeightsCallback("ema", decay=0.7), resume=resume, **options)
+
+
+def test_a_run_that_is_killed_while_it_saves_averages_can_be_resumed(tmp_path):
+    """The only checkpoint that is kept stays until the next one is complete."""
+    here = Path(__file__).parent
+    code = f"import sys; sys.path.append({str(here.parent)!r})\n{KILLED}"  # for the modules of tests
+    killed = fresh.Program("-c", code, tmp_path / "killed", cwd=here)
+    assert killed.wait() == 9, killed.errors
+    checkpoint = find_checkpoint(tmp_path / "killed")
+    assert checkpoint.name == "checkpoint-2"
+    check_averages(checkpoint, "ema")
+    train_and_save(tmp_path / "killed", str(checkpoint))
+    train_and_save(tmp_path / "whole")
+    for file in ("averaged/model.safetensors", "checkpoint-6/averaged.safetensors"):
+        assert_equal(load_file(tmp_path / "killed" / file), load_file(tmp_path / "whole" / file))
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, LSGPTTrainer])
+def test_averages_are_saved_once_in_each_checkpoint(tiny_model, tmp_path, monkeypatch, trainer_type):
+    """Also in those without an optimizer, and in a second training whose steps have the same numbers."""
+    saved = []
+    monkeypatch.setattr(averaging, "save_file", lambda *args: saved.append(args[1].parent.name) or save_file(*args))
+    model, callback = tiny_model().train(), AveragedWeightsCallback()
+    for save_only_model in (False, True):
+        options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": save_only_model}
+        train(model, tmp_path, callback, trainer_type=trainer_type, **options)
+    assert saved == 2 * ["checkpoint-3", "checkpoint-6"]
+
+
+def test_a_checkpoint_that_lacks_averages_is_not_the_only_one(tmp_path):
+    with pytest.raises(ValueError, match="which has no averaged weights to continue; or resume from an earlier"):
+        check_averages(tmp_path, "ema")
+
+
 def test_each_training_begins_a_new_average(tmp_path):
     callback, remembered = AveragedWeightsCallback("ema", decay=0.7), Remember()
     trainer = train(gpt2(), tmp_path, callback, remembered)
@@ -302,6 +366,21 @@ def test_evaluating_averages_leaves_the_training_alone(tmp_path):
     mean = (metrics["eval_first_averaged_loss"] + metrics["eval_last_averaged_loss"]) / 2
     assert mean == pytest.approx(expected, rel=1e-6)
     assert [name for name in both.predict(held_out).metrics if "averaged" in name] == []
+
+
+def test_evaluating_averages_draws_no_random_numbers(tmp_path):
+    """A metric of sampled texts, say, draws the same numbers for the raw weights as without averages."""
+    drawn = []
+
+    def sample(prediction):
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return {}
+
+    trainer = trainer_of(gpt2(), tmp_path, eval_dataset=random_rows()[:8], **EVALUATION)
+    trainer.compute_metrics = sample
+    AveragedWeightsCallback("ema", decay=0.7).attach(trainer)
+    trainer.train()
+    assert len(drawn) == 6 and drawn[::2] == drawn[1::2] and len(set(drawn)) == 3
 
 
 def test_two_averages_of_one_training(tmp_path):
@@ -432,6 +511,14 @@ def test_zero3_is_refused(tmp_path):
             AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     finally:
         deepspeed.unset_hf_deepspeed_config()
+
+
+def test_fsdp1_is_refused(tmp_path, monkeypatch):
+    """A model that passes for one, because FSDP1 wraps only where there are several processes."""
+    trainer = trainer_of(gpt2(), tmp_path)
+    monkeypatch.setattr(averaging, "FullyShardedDataParallel", nn.Embedding)
+    with pytest.raises(ValueError, match="`fsdp_version` must be 2 for averages of the weights; got 1"):
+        AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
 def test_hyperparameter_search_is_refused(tmp_path):

@@ -53,6 +53,30 @@ def test_metrics_file_of_a_run_that_resumes(tmp_path):
     )
 
 
+def test_a_metrics_file_with_broken_lines_keeps_the_others(tmp_path, monkeypatch):
+    """A crash cuts a line off, and a run that resumes writes behind it; a full disk may leave anything."""
+    file = tmp_path / "metrics.jsonl"
+    spoilt = b'{"step": 2, "lo\n\0\xff\n5\n\n'
+    file.write_bytes(b'{"step": 1, "loss": 3.0}\n' + spoilt + b'{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    callback, args, state = MetricsFileCallback(), TrainingArguments(tmp_path, use_cpu=True), TrainerState()
+    state.global_step = 3
+    callback.on_log(args, state, None, logs={"loss": 1.0})
+    kept = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.0}]
+    assert read_metrics(file) == kept
+    callback.on_train_begin(args, state, None)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == read_metrics(file) == kept
+    assert list(tmp_path.iterdir()) == [file]
+
+    def crash(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    state.global_step = 1
+    with pytest.raises(KeyboardInterrupt):
+        callback.on_train_begin(args, state, None)
+    assert read_metrics(file) == kept
+
+
 def test_a_training_may_be_the_beginning_of_a_longer_schedule(tiny_model, tmp_path):
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(64)]
     schedule = {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"num_training_steps": 8}}

@@ -302,6 +302,18 @@ def test_few_documents_lose_their_ends(tmp_path):
     splits = load_documents(str(tmp_path / "book.txt"), validation_percentage=10)
     assert splits["train"]["text"][:] == ["a" * 90]
     assert splits["validation"]["text"][:] == ["b" * 10]
+    (tmp_path / "word.txt").write_text("abc")  # of which 5% are no character
+    splits = load_documents(str(tmp_path / "word.txt"))
+    assert [splits[name]["text"][:] for name in ("train", "validation")] == [["ab"], ["c"]]
+
+
+def test_one_of_few_documents_is_no_validation_text(tmp_path):
+    """Below a hundred percent of a document, all of them lose their ends, also if one would be held out."""
+    texts = [f"document number {i}" for i in range(1000)]
+    texts = [next(text for text in texts if _is_held_out(text, 5, True)), *texts[:10]]
+    write_json_lines(tmp_path / "a.jsonl", texts)
+    splits = load_documents(str(tmp_path / "a.jsonl"))
+    assert len(splits["train"]) == len(splits["validation"]) == len(texts)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -343,6 +355,16 @@ def test_tokenizing_is_parallel_and_cached(tmp_path, tokenizer):
     again.eos_token = tokenizer.eos_token
     blocks = pack(alone, 16)
     assert pack(tokenize(documents, again), 16).cache_files == blocks.cache_files != pack(alone, 17).cache_files
+
+
+def test_the_cache_knows_whether_there_is_a_chat_template(tmp_path, tokenizer):
+    """It decides whether special tokens in the text are text, see above."""
+    write_json_lines(tmp_path / "a.jsonl", [f"{text}<|endoftext|>{text}" for text in TEXTS])
+    documents = load_documents(str(tmp_path / "a.jsonl"))["train"]
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = "{{ messages }}"
+    for each, ends in ((tokenizer, 1), (chat, 2), (tokenizer, 1)):
+        assert {ids.count(each.eos_token_id) for ids in tokenize(documents, each)["input_ids"]} == {ends}
 
 
 def test_the_share_that_is_held_out_is_the_percentage():

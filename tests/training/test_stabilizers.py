@@ -173,6 +173,24 @@ def test_adagc_takes_the_arguments_of_the_run(tmp_path):
     assert kwargs == expected
 
 
+@pytest.mark.parametrize("given", ["lambda_rel", "beta=high", "lambda=1.1", "beta=1=2"])
+def test_what_adagc_cannot_take_is_named(tmp_path, given):
+    args = TrainingArguments(tmp_path, use_cpu=True, optim_args=given, max_grad_norm=0)
+    with pytest.raises(ValueError, match=f"`optim_args` must be settings of AdaGC, .*; got '{given}'"):
+        adagc_optimizer(args)
+
+
+@pytest.mark.parametrize("how", ["FSDP", "DeepSpeed"])
+def test_adagc_with_sharded_gradients_is_refused(tmp_path, monkeypatch, how):
+    args = TrainingArguments(tmp_path, use_cpu=True, max_grad_norm=0)
+    if how == "FSDP":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    else:
+        args.deepspeed_plugin = object()  # DeepSpeed itself may not be installed
+    with pytest.raises(ValueError, match="AdaGC must not be combined with FSDP or DeepSpeed"):
+        adagc_optimizer(args)
+
+
 SMALL = "{hidden_size: 24, num_hidden_layers: 1, max_position_embeddings: 64, vocab_size: 300}"
 
 

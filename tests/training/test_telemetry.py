@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from reference import visible_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainers import trainer_of
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from lsgpt import measure_max_logits
@@ -252,6 +253,14 @@ def test_clip_during_training(tiny_model, tmp_path):
     adapted = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="frozen"):
         train(adapted, tmp_path, callback)
+
+
+def test_clip_with_deepspeed_is_refused(tiny_model, tmp_path):
+    args = TrainingArguments(tmp_path, use_cpu=True)
+    args.deepspeed_plugin = object()  # DeepSpeed itself may not be installed
+    callback = LogitTelemetryCallback(1, on_explosion="clip")
+    with pytest.raises(ValueError, match='not "clip", with DeepSpeed, which overwrites changes to weights'):
+        callback.on_init_end(args, TrainerState(), TrainerControl(), model=tiny_model())
 
 
 def test_measuring_more_often_than_logging(tiny_model, tmp_path):

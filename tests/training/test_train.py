@@ -510,6 +510,10 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ),
         ({"on_explosion": "panic"}, "`on_explosion` must be one of warn, stop, clip; got 'panic'"),
         ({"optim": "adagc"}, r"`max_grad_norm` must be 0 with AdaGC .*; got 1.0"),
+        (
+            {"averaging": "bema", "max_steps": -1, "num_train_epochs": 2},
+            "`every_n_steps` of the average must be at most the 20 steps of the training",
+        ),
         ({"streaming": True}, "the validation split of the stream has none"),
         ({"tokenizer": "nowhere/at-all"}, "`tokenizer`: the tokenizer 'nowhere/at-all' cannot"),
         ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
