@@ -275,7 +275,7 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[
         targets = F.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
     tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs)
     if "cu_seq_lens_q" in inputs and "position_ids" not in inputs:
-        inputs["position_ids"] = positions_in_documents(inputs["cu_seq_lens_q"], *tokens.shape[:2])
+        inputs["position_ids"] = positions_in_documents(inputs["cu_seq_lens_q"], tokens)
     visibility = describe_visibility(
         config, tokens, inputs.get("attention_mask"), position_ids=inputs.get("position_ids")
     )

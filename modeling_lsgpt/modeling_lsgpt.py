@@ -478,7 +478,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
 
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and (cu_seq_lens := kwargs.get("cu_seq_lens_q")) is not None:
-            position_ids = positions_in_documents(cu_seq_lens, *inputs_embeds.shape[:2], past_length)
+            position_ids = positions_in_documents(cu_seq_lens, inputs_embeds, past_length)
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:

@@ -305,18 +305,20 @@ def _earlier_tokens(is_cached: torch.Tensor, first_position: torch.Tensor) -> to
 
 
 def positions_in_documents(
-    cu_seq_lens: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor = 0
+    cu_seq_lens: torch.Tensor, inputs: torch.Tensor, past_length: int | torch.Tensor = 0
 ) -> torch.Tensor:
     """
-    The positions `(1, T)` of tokens in documents that begin at `cu_seq_lens` `(documents + 1,)`, 0 first and T last,
-    as `DataCollatorWithFlattening` counts them. Raises `ValueError` if there are several rows, or cached tokens.
+    The positions `(1, T)` of `inputs` `(1, T, ...)` in documents that begin at `cu_seq_lens` `(documents + 1,)`, 0
+    first and T last, as `DataCollatorWithFlattening` counts them. Raises `ValueError` if there are several rows, or
+    cached tokens.
     """
+    batch_size, length = inputs.shape[:2]
     if batch_size > 1 or not (isinstance(past_length, int) and past_length == 0):
         raise ValueError(
             "`cu_seq_lens_q` must come with a single row and without cached tokens; pass `position_ids` instead, "
             "which begin at 0 in every document"
         )
-    index = torch.arange(q_length, device=cu_seq_lens.device)
+    index = torch.arange(length, device=cu_seq_lens.device)
     return (index - cu_seq_lens[torch.bucketize(index, cu_seq_lens[1:], right=True)])[None]
 
 
