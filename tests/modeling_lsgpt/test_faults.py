@@ -162,6 +162,12 @@ def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config):
         model(torch.randint(97, (1, 9)), past_key_values=DynamicCache(config=tiny_config(sliding_window=4)))
 
 
+def test_a_cache_with_fewer_layers_is_refused(tiny_model, tiny_config):
+    cache = DynamicCache(config=tiny_config(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"must have 4 layers, one for each kind of head in each layer .* got 2"):
+        tiny_model()(torch.randint(97, (1, 9)), past_key_values=cache)
+
+
 def test_dynamic_quantization_reaches_the_projections(tiny_model):
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
     assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)

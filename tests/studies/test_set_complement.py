@@ -130,7 +130,8 @@ def test_a_seed_draws_hyperparameters():
     assert set(rates) == {0.1, 1.0} and 35 < rates.count(1.0) < 65
 
 
-def test_set_complement_runs(tmp_path, small_study):
+def test_set_complement_runs(tmp_path, small_study, monkeypatch):
+    monkeypatch.setattr(small_study, "num_seeds", 1)
     runs = {arm: [small_study.run(arm, 42, tmp_path, ())] for arm in small_study.arms}
     seen = set()
     for (run,) in runs.values():

@@ -125,7 +125,7 @@ def test_float32_does_not_hide_that_a_function_ignores_sinks(tiny_model, monkeyp
     model = tiny_model(**MODERN)
     model.set_attn_implementation("without_sinks")
     for name in ("without_sinks", "without_sinks_in_float32"):
-        with pytest.raises(ValueError, match=f'`attention_sinks` need .* `s_aux`; "{name}" has none'):
+        with pytest.raises(ValueError, match=f'`attention_sinks` needs .* `s_aux`; "{name}" has none'):
             model(INPUTS)
         if name == "without_sinks":
             attend_in_float32(model)
