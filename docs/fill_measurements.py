@@ -187,7 +187,8 @@ def cache_methods() -> str:
         found = f"{row['exact']:.2f} ({_range(row['interval'])})"
         return [f"{row['perplexity_ratio']:.3f}", found, f"{row['cache_ratio']:.2f}"]
 
-    files = [f"quality/cache_methods{share}.json" for share in ("", "-10", "-35")]
+    shares = (10, 35, 50)
+    files = ["quality/cache_methods.json", *(f"quality/cache_methods-{share}.json" for share in shares)]
     rows, *others = ({row["method"]: row for row in read(file)["rows"]} for file in files)
     lines = []
     for method, row in rows.items():
@@ -196,7 +197,7 @@ def cache_methods() -> str:
         of_others = (cell for each in others for cell in figures(each.get(method)))
         lines.append([method, *figures(row), *of_others, time, *properties])
     columns = "perplexity | numbers found | bytes held"
-    header = f"method | {columns} | 10%: {columns} | 35%: {columns}"
+    header = " | ".join(["method", columns, *(f"{share}%: {columns}" for share in shares)])
     return with_sources(f"{header} | prefill time | memory freed | cheaper prefill | served", lines, *files)
 
 

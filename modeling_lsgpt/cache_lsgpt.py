@@ -88,11 +88,6 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
-    if cache.layer_class_to_replicate is None and 0 < len(cache.layers) < len(config.cache_layers):
-        raise ValueError(
-            f"`past_key_values` must have {len(config.cache_layers)} layers, one for each kind of head in each layer "
-            f"of the model; got {len(cache.layers)}. Create the cache anew: `DynamicCache(config=model.config)`"
-        )
     group_size = config.num_attention_heads // config.num_key_value_heads
     for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
         window = getattr(layer, "sliding_window", None)
@@ -109,3 +104,8 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
             )
         if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[layer_idx] = GrowingLayer()
+    if cache.layer_class_to_replicate is None and 0 < len(cache.layers) < len(config.cache_layers):
+        raise ValueError(
+            f"`past_key_values` must have {len(config.cache_layers)} layers, one for each kind of head in each layer "
+            f"of the model; got {len(cache.layers)}. Create the cache anew: `DynamicCache(config=model.config)`"
+        )
