@@ -192,7 +192,7 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     assert len(AutoTokenizer.from_pretrained("whole")) == 258
 
 
-@pytest.mark.parametrize("name", ["cache_methods", "cache_methods-10", "cache_methods-35"])
+@pytest.mark.parametrize("name", ["cache_methods", "cache_methods-10", "cache_methods-35", "cache_methods-50"])
 def test_committed_figures_of_methods_follow_from_their_passages(name):
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     for row in result["rows"]:
