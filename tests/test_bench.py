@@ -554,8 +554,11 @@ def test_weights_in_8_bits(dtype, llama_shape, tmp_path, monkeypatch):
 
     monkeypatch.setattr(prefill, "build_models", record)
     monkeypatch.setattr(decode, "build_models", record)
+    monkeypatch.setattr(suite, "find_targets", lambda *args: {("cpu", "decode", "lsgpt", "llama"): {75: 1e9}})
     assert lsgpt_cli.main(command) == 0  # all gates are passed
-    settings = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))["settings"]
+    result = json.loads((tmp_path / "bench-cpu.json").read_text(encoding="utf-8"))
+    assert all(x["target"] is None for row in result["rows"] for x in row["ratios"])  # they are for plain float32
+    settings = result["settings"]
     assert (settings["dtype"], settings["int8"]) == (dtype, True)
     assert len(built) == 2
     for model in (peer.model for _, timed in built for peer in timed.values()):
