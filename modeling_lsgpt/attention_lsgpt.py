@@ -263,9 +263,13 @@ class Documents(NamedTuple):
 def flash_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Documents | None:
     """Padding mask `(B, S)`, the documents of a packed row, or `None` if there is neither."""
     v = mask_function
-    if v.mask is not None or v.overlay is not None or v.has_empty_slots:
-        what = "a 4-D `attention_mask`" if v.mask is not None else "this kind of head"
-        what = "a static cache" if v.has_empty_slots else what
+    refused = {
+        "a static cache": v.has_empty_slots,
+        "a 4-D `attention_mask`": v.mask is not None,
+        "this kind of head": v.overlay is not None,
+    }
+    if any(refused.values()):
+        what = next(name for name, is_given in refused.items() if is_given)
         raise ValueError(f'FlashAttention does not support {what}; use attn_implementation="sdpa"')
     if v.documents is not None:
         if v.batch_size > 1 or v.padding_mask is not None or not v.is_square:
