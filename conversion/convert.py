@@ -82,8 +82,8 @@ def convert(
     if path.is_file() and path.suffix != ".gguf":
         if text is not None:
             raise ValueError(
-                "`calibrate` must be unset for a checkpoint of nanoGPT or of the paper's code, which has no tokenizer "
-                f"to read a text with; got {text!r}"
+                "`text` (`--calibrate`) must be unset for a checkpoint of nanoGPT or of the paper's code, which has no "
+                f"tokenizer to read a text with; got {text!r}"
             )
         model = load_nanogpt(source)
     elif path.suffix in _WEIGHT_FILES and not path.is_file():

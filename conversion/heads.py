@@ -110,6 +110,11 @@ def with_global_heads(
     if set(model.config.num_global_heads_per_layer) != {0, model.config.num_attention_heads}:
         _check_all_global(model)
     config, weights = copy.deepcopy(model.config), model.state_dict()
+    if len(global_kv_heads) != config.num_hidden_layers:
+        raise ValueError(
+            f"`global_kv_heads` must have one list for each of the {config.num_hidden_layers} layers; got "
+            f"{len(global_kv_heads)}"
+        )
     _check_windowed_layers(config, global_kv_heads, window, sinks)
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     query_heads = torch.arange(num_heads).view(num_kv_heads, -1)  # `(H_kv, G)`

@@ -60,7 +60,7 @@ def triton_attention_forward(
         what = "attention_dropout" if softcap is None else "attn_logit_softcapping"
         raise ValueError(
             f"`triton` does not support `{what}`, which is {softcap or dropout} here; use "
-            'attn_implementation="eager", or disable it'
+            f'attn_implementation="{"sdpa" if softcap is None else "eager"}", or disable it'
         )
     if not is_fused:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](

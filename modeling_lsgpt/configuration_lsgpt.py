@@ -80,12 +80,10 @@ _TRANSFORMERS_KWARGS = {
     "auto_map",
     "classifier_dropout",
     "experts_implementation",
-    "hidden_dropout",
     "model_type",
     "name_or_path",
     "num_labels",
     "output_attentions",
-    "per_layer_config",
     "quantization_config",
     "rope_scaling",
     "rope_theta",
@@ -203,6 +201,11 @@ class LSGPTConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`hidden_size` must be a multiple of `num_attention_heads` ({self.num_attention_heads}) if "
+                    f"`head_dim` is not set; got {self.hidden_size}"
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size

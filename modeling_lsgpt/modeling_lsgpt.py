@@ -595,6 +595,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         has_own_loss = skip_logits and self.loss_function is ForCausalLMLoss
         if not has_own_loss:
             refuse_loss_arguments(teacher_logits, **kwargs)
+        if teacher_logits is not None and kwargs.get("label_smoothing"):
+            raise ValueError("`label_smoothing` must be 0 with `teacher_logits`, which leave no labels to smooth")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -21,6 +21,7 @@ from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
 from .folders import find_checkpoint, free_folder
+from .stabilizers import IN_FLOAT32, is_sharded
 
 
 @dataclass
@@ -46,7 +47,8 @@ class ModelArguments:
     teacher: str | None = HfArg(
         default=None,
         help="Teacher to distil from: its next-token distributions replace the text as the target. A folder, a "
-        "name on the Hub or a GGUF file of any causal language model with the same tokenizer.",
+        "name on the Hub or a GGUF file of any causal language model with the same tokenizer. Up to half of the blocks "
+        "get hidden numbers, see docs/healing.md.",
     )
     trainable: str = HfArg(
         default="all",
@@ -268,8 +270,11 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
     for field in ("eval_strategy", "logging_strategy", "save_strategy"):
         if values.get(field) is False:
             values[field] = "no"  # which YAML reads as false
-    # The parser converts and checks only strings, so numbers become strings.
-    return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
+    # The parser converts and checks only strings, so numbers become strings; `fsdp` may be true or a string.
+    return {
+        field: str(value) if isinstance(value, int | float) and field != "fsdp" else value
+        for field, value in values.items()
+    }
 
 
 def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -328,12 +333,11 @@ def check_arguments(arguments: Arguments):
         )
     if args.push_to_hub and run.license is None:
         raise ValueError("`license` must be set with `push_to_hub`, for the model card; for example apache-2.0")
-    engine = (model.attn_implementation or "").removesuffix("_in_float32")
+    engine = (model.attn_implementation or "").removesuffix(IN_FLOAT32)
     if engine in ("flex_attention", "triton") and args.device.type == "cpu":
         raise ValueError(f"`attn_implementation` must not be {engine} for training on the CPU; use sdpa, for example")
-    is_sharded = args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     for name, is_set in (("teacher", model.teacher), ("trainable: lora", model.trainable == "lora")):
-        if is_set and is_sharded:
+        if is_set and is_sharded(args):
             raise ValueError(f"`{name}` must not be combined with FSDP or DeepSpeed; use DDP or one process")
     kind, choices = model.trainable, ("all", "light", "lora")
     if kind not in choices:

@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-import os
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, TrainingArguments
 
@@ -42,12 +42,18 @@ def attend_in_float32(model: nn.Module):
     model.set_attn_implementation(name)
 
 
-def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[type, dict]:
+def is_sharded(args: TrainingArguments) -> bool:
+    """Returns whether FSDP or DeepSpeed will split the weights over the processes."""
+    # The environment: `accelerate launch` sets it, and the Trainer does so for `fsdp`, but only later.
+    return args.deepspeed_plugin is not None or bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def adagc_optimizer(args: TrainingArguments) -> tuple[type, dict]:
     """
     AdamW with adaptive gradient clipping (AdaGC, arXiv:2502.11034), for
     `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`. It scales the gradient of each tensor down to
-    `lambda_rel` times the running mean of its norm. Other settings are those of `args` and its `optim_args`, or else
-    AdaGC's defaults (`lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
+    `lambda_rel` times the running mean of its norm. Settings are those of `args` and its `optim_args`, or else AdaGC's
+    defaults (`lambda_rel` 1.05, `lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
 
     Raises:
         ValueError: If `args.max_grad_norm` is not 0, because AdaGC replaces clipping by the global norm; or with FSDP
@@ -59,7 +65,7 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
             "`max_grad_norm` must be 0 with AdaGC (`optim: adagc`), which clips the gradient of each tensor instead; "
             f"got {args.max_grad_norm}"
         )
-    if args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if is_sharded(args):
         raise ValueError("AdaGC must not be combined with FSDP or DeepSpeed: it needs the gradients of whole tensors")
     try:
         from pytorch_optimizer import AdaGC  # noqa: PLC0415 (optional)
@@ -76,4 +82,4 @@ def adagc_optimizer(args: TrainingArguments, lambda_rel: float = 1.05) -> tuple[
             "`optim_args` must be settings of AdaGC, as in 'lambda_abs=2.0,beta=0.98', with `optim: adagc`; got "
             f"{args.optim_args!r}: {error}"
         ) from error
-    return AdaGC, {**kwargs, "lambda_rel": lambda_rel, **given}
+    return AdaGC, {**kwargs, **given}

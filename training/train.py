@@ -192,7 +192,10 @@ def get_tokenizer(
 def make_blocks(
     arguments: Arguments, documents: DatasetDict | IterableDatasetDict, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset | IterableDataset]:
-    """Returns the packed blocks of the splits `train` and `validation`; the latter are never a stream."""
+    """
+    Returns the packed blocks of the splits `train` and `validation`; the latter are never a stream. With a teacher, up
+    to half of the training blocks hide numbers, see `HideNumbers`.
+    """
     data, args = arguments.data, arguments.training
     blocks = {}
     for split, texts in documents.items():
@@ -235,7 +238,8 @@ def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrained
     Builds a model with new weights, or loads the checkpoint to fine-tune, in float32. Raises `ValueError` if the
     checkpoint lacks weights of the model, except `NEUTRAL_WEIGHTS`.
     """
-    engine, in_float32, _ = (arguments.model.attn_implementation or "").partition(IN_FLOAT32)
+    given = arguments.model.attn_implementation or ""
+    engine, in_float32 = given.removesuffix(IN_FLOAT32), given.endswith(IN_FLOAT32)
     if not engine:
         soft_caps = "flex_attention" if torch.cuda.is_available() else "eager"
         engine = "sdpa" if config.attn_logit_softcapping is None else soft_caps

@@ -17,6 +17,7 @@ BAD_VALUES = {
     "window of one": ({"sliding_window": 1}, "`sliding_window` must be at least 2"),
     "negative window": ({"sliding_window": -5}, "got -5"),
     "heads not divisible": ({"num_attention_heads": 8, "num_key_value_heads": 3}, "divisor of `num_attention_heads`"),
+    "heads of a fraction": ({"hidden_size": 100}, "`hidden_size` must be a multiple of `num_attention_heads` (12)"),
     "no heads": ({"num_attention_heads": 0}, "`num_attention_heads` must be a positive integer; got 0"),
     "too many global heads": ({"num_global_heads": 13}, "`num_global_heads` must be between 0"),
     "negative global heads": ({"num_global_heads": -1}, "got -1"),
@@ -157,7 +158,8 @@ def test_unknown_arguments_warn_and_suggest(caplog, monkeypatch):
     with caplog.at_level("WARNING"):
         LSGPTConfig(slidng_window=64, num_labels=3, classifier_dropout=0.5, hidden_dropout=0.5)
     assert "no field `slidng_window`" in caplog.text and "did you mean `sliding_window`?" in caplog.text
-    assert not any(name in caplog.text for name in ("num_labels", "classifier_dropout", "hidden_dropout"))
+    assert "no field `hidden_dropout`" in caplog.text  # which Transformers' own classifiers use
+    assert not any(name in caplog.text for name in ("num_labels", "classifier_dropout"))
     caplog.clear()
     with caplog.at_level("WARNING"):
         LSGPTConfig(num_hidden_layers=1, layer_types=["full_attention", "sliding_attention"])

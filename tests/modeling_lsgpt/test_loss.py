@@ -151,6 +151,9 @@ def test_z_loss_and_smoothing_are_those_of_their_formulas(tiny_model, settings, 
     name = next(iter(settings))
     with pytest.raises(ValueError, match=f"`{name}|`label_smoothing` must be unset without `skip_logits`"):
         model(**inputs)
+    if smoothing:
+        with pytest.raises(ValueError, match="`label_smoothing` must be 0 with `teacher_logits`"):
+            model(**inputs, skip_logits=True, teacher_logits=torch.zeros(*labels.shape, 97))
 
 
 def test_targets_of_the_caller(tiny_model):

@@ -44,6 +44,14 @@ def test_command_line_overrides_recipe(tmp_path):
     assert training_args.output_dir == "runs/mine"
 
 
+@pytest.mark.parametrize("given", [True, "full_shard auto_wrap"])
+def test_fsdp_of_a_recipe_is_that_of_the_command_line(given):
+    arguments = parse_arguments({"preset": "demo", "fsdp": given})
+    options = ["--fsdp"] if given is True else ["--fsdp", given]
+    assert arguments.training.fsdp and arguments.training.fsdp == parse_arguments("demo", options).training.fsdp
+    assert parse_arguments(arguments.recipe).training.fsdp == arguments.training.fsdp
+
+
 def test_numbers_without_a_point_are_numbers(tmp_path):
     """YAML 1.1, which PyYAML reads, takes 1e-5 for text."""
     text = "lr_scheduler_kwargs: {min_lr: 1e-5}\nconfig_overrides: {initializer_range: 2E-2, layer_norm_eps: .5e-5}\n"

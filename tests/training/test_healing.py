@@ -337,10 +337,14 @@ def test_teachers_that_mix_packed_documents_are_refused(tmp_path, monkeypatch):
     build_trainer(arguments_of(output_dir=tmp_path, respect_boundaries=False))
 
 
+@pytest.mark.parametrize("how", ["launcher", "field"])
 @pytest.mark.parametrize("field", ["teacher", "trainable: lora"])
-def test_sharded_models_are_refused(monkeypatch, tmp_path, field):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+def test_sharded_models_are_refused(monkeypatch, tmp_path, field, how):
     fields = {"teacher": None, "trainable": "lora"} if "lora" in field else {}
+    if how == "launcher":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    else:
+        fields["fsdp"] = "full_shard"
     with pytest.raises(ValueError, match=f"`{field}` must not be combined with FSDP or DeepSpeed"):
         arguments_of(output_dir=tmp_path, **fields)
 

@@ -168,9 +168,10 @@ def test_adagc_clips_a_spike(tiny_model, tmp_path, values):
 def test_adagc_takes_the_arguments_of_the_run(tmp_path):
     values = {"learning_rate": 3e-4, "adam_beta2": 0.95, "adam_epsilon": 1e-7, "max_grad_norm": 0}
     args = TrainingArguments(tmp_path, use_cpu=True, optim_args="beta=0.9, lambda_abs=2", **values)
-    _, kwargs = adagc_optimizer(args, 1.1)
-    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-7, "lambda_rel": 1.1, "beta": 0.9, "lambda_abs": 2.0}
-    assert kwargs == expected
+    optimizer_type, kwargs = adagc_optimizer(args)
+    assert kwargs == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-7, "beta": 0.9, "lambda_abs": 2.0}
+    settings = optimizer_type([torch.nn.Parameter(torch.ones(2))], **kwargs).defaults
+    assert (settings["lambda_rel"], settings["warmup_steps"]) == (1.05, 100)  # as the docstring says
 
 
 @pytest.mark.parametrize("given", ["lambda_rel", "beta=high", "lambda=1.1", "beta=1=2"])
@@ -180,12 +181,12 @@ def test_what_adagc_cannot_take_is_named(tmp_path, given):
         adagc_optimizer(args)
 
 
-@pytest.mark.parametrize("how", ["FSDP", "DeepSpeed"])
+@pytest.mark.parametrize("how", ["true", "1", "--fsdp", "DeepSpeed"])
 def test_adagc_with_sharded_gradients_is_refused(tmp_path, monkeypatch, how):
-    args = TrainingArguments(tmp_path, use_cpu=True, max_grad_norm=0)
-    if how == "FSDP":
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    else:
+    args = TrainingArguments(tmp_path, use_cpu=True, max_grad_norm=0, fsdp=True if how == "--fsdp" else None)
+    if how in ("true", "1"):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", how)
+    elif how == "DeepSpeed":
         args.deepspeed_plugin = object()  # DeepSpeed itself may not be installed
     with pytest.raises(ValueError, match="AdaGC must not be combined with FSDP or DeepSpeed"):
         adagc_optimizer(args)
