@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     # hardware, and PyTorch warns about how it registers types; our users can do nothing about either.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if argv[:1] == ["train"]:
+    if argv[0] == "train":
         # Its options are the fields of the training arguments, which have their own parser.
         return _train(argv[1:])
     try:
@@ -49,12 +49,9 @@ def main(argv: list[str] | None = None) -> int:
             near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"the command must be one of {', '.join(COMMANDS)}; got {argv[0]!r}{hint}")
-        if argv[:1] == ["compare"]:
-            return _compare(argv[1:])
-        if argv[:1] == ["bench"]:
-            return _bench(argv[1:])
-        if argv[:1] == ["study"]:
-            return _study(argv[1:])
+        with_own_parser = {"compare": _compare, "bench": _bench, "study": _study}
+        if argv[0] in with_own_parser:
+            return with_own_parser[argv[0]](argv[1:])
         args = _make_parser().parse_args(argv)
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:  # ImportError: an option needs a package that is missing
@@ -193,7 +190,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--max-blocks",
         metavar="N",
         type=_positive_int,
-        help="maximum number of blocks of text (2,048 tokens, for wide windows up to 4,096) to measure heads on, "
+        help="maximum number of blocks of text (about 2,048 tokens, more for wide windows) to measure heads on, "
         "and again to evaluate on; default: 4",
     )
     convert.set_defaults(run=_convert)

@@ -81,9 +81,9 @@ def calibrate(
     Args:
         model: A model whose heads are all global.
         tokenizer: The model's tokenizer.
-        text, max_blocks: See `read_blocks`. A block has about `BLOCK_SIZE` tokens, or as many as the model has
-            positions, if these are fewer. As many passages hide numbers to measure heads on, and twice as many for the
-            evaluation.
+        text, max_blocks: See `read_blocks`. A block has up to `BLOCK_SIZE` tokens, or four windows if these are more
+            (see `MEASURED_LENGTHS`), and never more than the model has positions. As many passages hide numbers to
+            measure heads on, and twice as many for the evaluation.
         global_kv_heads: Number of key/value heads in the whole model that stay global, or their share (below 1).
         window: Number of keys that a query of a local head sees, including its own.
         balance: See `choose_global_heads`.
@@ -179,8 +179,9 @@ def read_blocks(
     text: str, tokenizer: PreTrainedTokenizerBase, block_size: int, max_blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
-    Splits a text into blocks to calibrate on and held-out blocks. Every second document is held out, or the second
-    half of a single document. If the dataset has a validation split, that is held out instead.
+    Splits a text into blocks to calibrate on and held-out blocks. About half of the documents are held
+    out, chosen by a digest of their text, or the second half of each if there are too few. If the dataset has a
+    validation split, that is held out instead.
 
     Args:
         text: A file or a folder of files, `"stdlib"`, or a dataset on the Hub; see `lsgpt.training.load_documents`.

@@ -62,47 +62,30 @@ def convert(
         ImportError: If the source is a GGUF file and the package `gguf` is not installed.
     """
     source, folder = str(source), Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not empty")
-    sizes = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`cache_share`": cache_share}
-    given = [name for name, value in sizes.items() if value is not None]
-    if given not in ([], ["`global_kv_heads`", "`window`"], ["`cache_share`"]):
-        raise ValueError(
-            "`global_kv_heads` and `window` must be given together, or `cache_share` instead of them; got "
-            f"{' and '.join(given)}"
-        )
-    given += [name for name, value in (("`balance`", balance), ("`max_blocks`", max_blocks)) if value is not None]
-    if given and text is None:
-        raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
+    _check_options(folder, text, global_kv_heads, window, cache_share, balance, max_blocks)
     balance, max_blocks = balance or "overall", 4 if max_blocks is None else max_blocks
 
     pretrained = tokenizer = origin = calibration = None
     is_saved = False
-    path = Path(source)
-    if path.is_file() and path.suffix != ".gguf":
+    if _is_nanogpt(source):
         if text is not None:
             raise ValueError(
-                "`text` (`--calibrate`) must be unset for a checkpoint of nanoGPT or of the paper's code, which has no "
-                f"tokenizer to read a text with; got {text!r}"
+                "`text` (`--calibrate`) must be unset for a checkpoint of nanoGPT or of the paper's code, which has "
+                f"no tokenizer to read a text with; got {text!r}"
             )
         model = load_nanogpt(source)
-    elif path.suffix in _WEIGHT_FILES and not path.is_file():
-        raise ValueError(f"there is no file {source!r}")
-    elif looks_like_a_path(source) and not path.exists():
-        raise ValueError(f"there is no model {source!r}: no such file or folder")
     else:
-        source_config = None if path.suffix == ".gguf" else load_config(source)
+        source_config = None if Path(source).suffix == ".gguf" else load_config(source)
         tokenizer, origin = load_tokenizer(source), read_origin(source)
         model = None
         if text is None and source_config is not None and source_config.model_type in NORM_TYPES:
-            model = convert_shards(source, source_config, folder)
+            model = convert_shards(source, source_config, folder)  # which checks the weights that it writes
         is_saved = model is not None
         if model is None:
             pretrained = load_pretrained(source)
             model = convert_pretrained(pretrained)
-    for name, parameter in [] if is_saved else model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")
+    if not is_saved:
+        _check_finite(model, source)
     if text is not None:
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(
@@ -133,3 +116,37 @@ def convert(
     if calibration is not None:
         write_report(folder, source, text, calibration, model.config)
     return model, calibration
+
+
+def _check_options(folder, text, global_kv_heads, window, cache_share, balance, max_blocks):
+    """Raises `ValueError` if the folder is in use, or for arguments of `convert` that do not go together."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not empty")
+    sizes = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`cache_share`": cache_share}
+    given = [name for name, value in sizes.items() if value is not None]
+    if given not in ([], ["`global_kv_heads`", "`window`"], ["`cache_share`"]):
+        raise ValueError(
+            "`global_kv_heads` and `window` must be given together, or `cache_share` instead of them; got "
+            f"{' and '.join(given)}"
+        )
+    given += [name for name, value in (("`balance`", balance), ("`max_blocks`", max_blocks)) if value is not None]
+    if given and text is None:
+        raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
+
+
+def _is_nanogpt(source: str) -> bool:
+    """Whether the source is a file that nanoGPT or the paper's code wrote. Raises `ValueError` if nothing is there."""
+    path = Path(source)
+    if path.is_file():
+        return path.suffix != ".gguf"
+    if path.suffix in _WEIGHT_FILES:
+        raise ValueError(f"there is no file {source!r}")
+    if looks_like_a_path(source) and not path.exists():
+        raise ValueError(f"there is no model {source!r}: no such file or folder")
+    return False
+
+
+def _check_finite(model: LSGPTForCausalLM, source: str):
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")

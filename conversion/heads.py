@@ -25,6 +25,7 @@ from lsgpt.modeling_lsgpt import (
     Visibility,
     attention_layers,
 )
+from lsgpt.training.metrics import IGNORED_LABEL
 
 from .weights import model_from_weights
 
@@ -45,9 +46,6 @@ TEXT_STRIDE = 8
 Distance between the tokens of a passage whose loss counts besides that of the answers. With more tokens, it would take
 longer and hardly say more, because neighbours have similar losses.
 """
-
-IGNORED = -100
-"""The label of tokens that do not count, as everywhere in Transformers."""
 
 
 class Sinks(NamedTuple):
@@ -345,7 +343,7 @@ def _measure_losses(
         for ids, labels in tqdm(passages, desc="Measuring heads on passages", leave=False):
             if len(ids) <= window:
                 raise ValueError(f"passages must be longer than the window of {window} tokens; got {len(ids)} tokens")
-            answers = (labels[1:] != IGNORED).nonzero().flatten()  # each predicts the next token
+            answers = (labels[1:] != IGNORED_LABEL).nonzero().flatten()  # each predicts the next token
             others = torch.arange(window - 1, len(ids) - 1, TEXT_STRIDE)
             queries = torch.cat([answers, others]).to(model.device)
             logits = model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=queries).logits[0]

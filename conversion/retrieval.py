@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from lsgpt.training.metrics import IGNORED_LABEL
+
 
 KINDS = {
     "literal": (
@@ -58,7 +60,7 @@ class Passage(NamedTuple):
         ids = torch.cat([self.ids, *(question.ids for question in self.questions)])
         digits = [torch.arange(len(q.ids)) >= len(q.ids) - q.answer_length for q in self.questions]
         is_answer = torch.cat([torch.zeros(len(self.ids), dtype=torch.bool), *digits])
-        return ids, ids.masked_fill(~is_answer, -100)
+        return ids, ids.masked_fill(~is_answer, IGNORED_LABEL)
 
 
 def make_passages(
@@ -72,8 +74,8 @@ def make_passages(
     """
     Makes passages of text that hide a number for a question of each kind, at random places.
 
-    Which text, numbers and places a passage has depends on the seed, its length and its index alone, so that neither
-    length nor distance goes along with a text.
+    The seed, the length and the index determine the text and the numbers of a passage. Passages that differ only in
+    `distance` have the same ones, in other places.
 
     Args:
         tokenizer: The model's tokenizer.

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt import attention_layers, is_lsgpt
 from lsgpt.modeling_lsgpt.configuration_lsgpt import LOCAL
 from lsgpt.modeling_lsgpt.visibility_lsgpt import HIDDEN
 from lsgpt.telemetry import causal_attention_layers
@@ -218,7 +218,7 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
     Raises:
         ValueError: The model is not a decoder, or does not return finite attention weights.
     """
-    layers = attention_layers(model) if _is_lsgpt(model) else causal_attention_layers(model)
+    layers = attention_layers(model) if is_lsgpt(model) else causal_attention_layers(model)
     decoder = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     shape, visited = (len(input_ids), len(input_ids)), []
 
@@ -267,12 +267,8 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         raise ValueError(f"`model` must have attention; {type(decoder).__name__} never called its attention layers")
 
 
-def _is_lsgpt(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "LSGPTAttention" for module in model.modules())
-
-
 def _window(model: nn.Module) -> int | None:
     """The window of an LSGPT's local heads; `None` if there are none, and for other models."""
-    layers = attention_layers(model) if _is_lsgpt(model) else []
+    layers = attention_layers(model) if is_lsgpt(model) else []
     windows = (layer.config.sliding_window for layer in layers for group in layer.head_groups if group.kind == LOCAL)
     return next(windows, None)

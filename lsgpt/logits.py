@@ -27,7 +27,7 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
     not count. With an additive mask, a pair counts if the softmax gives it some weight.
 
     Args:
-        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As passed to the engine.
+        query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As passed to the attention function.
         scaling: Factor of the dot products.
         visibility: Which keys each query may attend to.
 

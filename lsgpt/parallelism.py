@@ -1,4 +1,4 @@
-"""What the model's classes need to know about training on several processes, and no checkpoint does.
+"""Adds to the model's classes what training on several processes needs and the code in checkpoints does not have.
 
 `import lsgpt` calls `prepare_for_training`, so that this also holds for the stock `Trainer`.
 """

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 
-from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt import attention_layers, is_lsgpt
 from lsgpt.modeling_lsgpt.attention_lsgpt import ALL_HEADS, AttentionMasks
 from lsgpt.modeling_lsgpt.visibility_lsgpt import HIDDEN, Visibility, find_documents
 
@@ -52,7 +52,7 @@ class MaxLogits:
         Raises:
             ValueError: If `model` is another kind of model.
         """
-        self.is_lsgpt = any(type(module).__name__ == "LSGPTAttention" for module in model.modules())
+        self.is_lsgpt = is_lsgpt(model)
         self.layers = attention_layers(model) if self.is_lsgpt else causal_attention_layers(model)
         self._name = type(model).__name__
         self._step_aside: Callable = lambda: None
@@ -116,7 +116,7 @@ def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
     Runs one forward pass and returns the largest attention logit of every head.
 
     This is the maximum of `|q . k * scaling|` after QK-norm and rotary embedding and before soft-capping, over all
-    pairs that may attend. It is computed exactly in float32, whatever engine runs the model. Attention sinks do not
+    pairs that may attend. It is computed exactly in float32, with any attention implementation. Attention sinks do not
     count, because they are not logits of pairs.
 
     Args:
@@ -235,15 +235,15 @@ def measuring(attn_implementation: str, attend: Callable) -> Callable:
 
 
 @torch.compiler.disable  # it inspects the values of masks
-def measure_call(engine: str, module: nn.Module, *args, **kwargs):
+def measure_call(attn_implementation: str, module: nn.Module, *args, **kwargs):
     """Updates the running maximum of a layer with one call of its attention function."""
-    new = max_logits_of_call(engine, module, *args, **kwargs)
+    new = max_logits_of_call(attn_implementation, module, *args, **kwargs)
     module.max_logits = torch.maximum(module.max_logits.to(new.device), new)
 
 
 @torch.no_grad()
 def max_logits_of_call(
-    engine: str,
+    attn_implementation: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -258,7 +258,7 @@ def max_logits_of_call(
     The largest logit of each head in one call of an attention function.
 
     Args:
-        engine: The `attn_implementation`.
+        attn_implementation: Its name.
         module: The attention module that makes the call.
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`): As passed by the module, like the other arguments, which are
             those of Transformers' attention functions.
@@ -274,15 +274,15 @@ def max_logits_of_call(
     name = type(module).__name__
     if cache is not None:
         raise ValueError(f"logits cannot be measured with a paged cache, because {name} does not have its keys yet")
-    is_unmasked = engine == "eager" and attention_mask is None and q_length > 1
+    is_unmasked = attn_implementation == "eager" and attention_mask is None and q_length > 1
     if is_causal is False or is_unmasked or key.shape[2] < q_length:
         raise ValueError(f"logits are measured in causal attention only; that of {name} is not causal")
-    if attention_mask is None and engine == "sdpa" and q_length > 1:
+    if attention_mask is None and attn_implementation == "sdpa" and q_length > 1:
         key = key[:, :, :q_length]  # like `sdpa`: the rest are empty slots of a static cache
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         key = key[:, :, : attention_mask.shape[1]]  # likewise with FlashAttention
     if attention_mask is None or len(attention_mask.shape) == 2:
-        visibility = describe_without_mask(engine, query, key, attention_mask, **kwargs)
+        visibility = describe_without_mask(attn_implementation, query, key, attention_mask, **kwargs)
         return max_logits(query, key, scaling, visibility)
     if len(attention_mask.shape) != 4 or attention_mask.shape[1] not in (1, num_heads):
         raise ValueError(
@@ -300,7 +300,7 @@ def max_logits_of_call(
 
 
 def describe_without_mask(
-    engine: str,
+    attn_implementation: str,
     query: torch.Tensor,
     key: torch.Tensor,
     padding_mask: torch.Tensor | None = None,
@@ -310,14 +310,15 @@ def describe_without_mask(
     **kwargs,
 ) -> Visibility:
     """
-    The visibility if the engine itself applies causality and the window, and gets at most a padding mask `(B, S)`.
+    The visibility if the attention function itself applies causality and the window, and gets at most a padding mask
+    `(B, S)`.
 
     FlashAttention has no masks: it finds packed documents from `cu_seq_lens_q`, the cumulative lengths of documents
-    starting at 0, or from the positions of a single row. Other engines get a mask for them.
+    starting at 0, or from the positions of a single row. Other functions get a mask for them.
     """
     batch_size, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
     documents = None
-    if "flash" in engine and padding_mask is None and q_length == kv_length:
+    if "flash" in attn_implementation and padding_mask is None and q_length == kv_length:
         if cu_seq_lens_q is not None:
             tokens = torch.arange(batch_size * q_length, device=query.device)
             documents = torch.bucketize(tokens, cu_seq_lens_q[1:], right=True).view(batch_size, -1)

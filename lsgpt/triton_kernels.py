@@ -5,8 +5,8 @@ of keys that they see, or vice versa for the gradients of keys and values. Speci
 order of the programs and the length of their walks: programs of global heads come first, those with the longest walks
 before all others, and the many short programs of local heads fill the gaps that they leave.
 
-The kernels are for NVIDIA GPUs, in float16, bfloat16 and float32. With `TRITON_INTERPRET=1` they run on a CPU, slowly,
-as they do in the tests; compiled for GPUs, they have not been run yet. Importing this file requires the package
+The kernels are for NVIDIA GPUs, in float16, bfloat16 and float32; they have been tested on an H200. With
+`TRITON_INTERPRET=1` they run on a CPU, slowly, as they do in the tests. Importing this file requires the package
 `triton`.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`, W `sliding_window`.
@@ -120,12 +120,8 @@ def _check(query: torch.Tensor):
         raise ValueError(f"`head_dim` must be at most {MAX_HEAD_DIM} with `triton`; got {query.shape[-1]}; {remedy}")
 
 
-# Custom operators, so that `torch.compile` and `torch.export` do not look inside. The namespace depends on the name of
-# the module, because a checkpoint's code is imported under another name than this package's.
-_NAMESPACE = __name__.replace(".", "_")
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attend", mutates_args=())
+# Custom operators, so that `torch.compile` and `torch.export` do not look inside.
+@torch.library.custom_op("lsgpt::attend", mutates_args=())
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -172,7 +168,7 @@ def _like_results(query, *args):
     return torch.empty_like(query), lse, lse.new_empty(num_heads if measure else 0)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::differentiate", mutates_args=())
+@torch.library.custom_op("lsgpt::differentiate", mutates_args=())
 def _differentiate(
     gradient: torch.Tensor,
     query: torch.Tensor,

@@ -1,14 +1,14 @@
 """
-The LSGPT model. Its files are copied into checkpoints, so they may import only torch, Transformers, the
-packages that Transformers itself needs, each other and, where it is needed, Triton.
+The LSGPT model. Its files are copied into checkpoints, so they may import only torch, Transformers, the packages that
+Transformers itself needs, and each other.
 """
 
 from .attention_lsgpt import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionMasks,
-    create_attention_masks,
     create_masks,
+    create_masks_for_generate,
 )
 from .configuration_lsgpt import FULL_WINDOW, GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
@@ -21,6 +21,7 @@ from .modeling_lsgpt import (
     LSGPTPreTrainedModel,
     attention_layers,
     eager_attention_forward,
+    is_lsgpt,
 )
 from .visibility_lsgpt import Visibility, describe_visibility
 
@@ -44,8 +45,9 @@ __all__ = [
     "LSGPTPreTrainedModel",
     "Visibility",
     "attention_layers",
-    "create_attention_masks",
     "create_masks",
+    "create_masks_for_generate",
     "describe_visibility",
     "eager_attention_forward",
+    "is_lsgpt",
 ]

@@ -88,9 +88,6 @@ class AttentionMasks:
     sees_sink: dict[str, torch.Tensor | bool]
     """By kind of head: whether each query sees the sink of its head, `(B or 1, T)`, or one answer for all."""
 
-    def __getitem__(self, kind: str) -> Any:
-        return self.masks[kind]
-
     def to(self, device: torch.device | str, **kwargs) -> "AttentionMasks":
         """Returns the masks on another device; needed if a model is spread over several."""
 
@@ -123,9 +120,10 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     sees_sink = {kind: v.sees_sink() for kind, v in visibility.items()}
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        windowed = [kind for kind, v in visibility.items() if v.window is not None] or list(visibility)
-        of_all_heads = ({**each, ALL_HEADS: each[windowed[0]]} for each in (visibility, sees_sink))
-        return AttentionMasks({ALL_HEADS: mask}, *of_all_heads)
+        # The window and the sinks that the kernel is told are those of the local heads, if there are any.
+        told = next((kind for kind, v in visibility.items() if v.window is not None), next(iter(visibility)))
+        visibility = {**visibility, ALL_HEADS: visibility[told]}
+        return AttentionMasks({ALL_HEADS: mask}, visibility, {**sees_sink, ALL_HEADS: sees_sink[told]})
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _GETS_ADDITIVE_MASKS:
@@ -147,7 +145,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     return AttentionMasks(masks, visibility, sees_sink)
 
 
-def create_attention_masks(
+def create_masks_for_generate(
     config: LSGPTConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | dict | None = None,
@@ -313,7 +311,8 @@ def checked_flash_attention_forward(
             f'"{name}" does not support `attention_dropout`, which is {dropout} here; use '
             'attn_implementation="sdpa", or set it to 0'
         )
-    kwargs = {name: value for name, value in kwargs.items() if name not in FLASH_ARGUMENTS}  # positions decide
+    # `flash_mask` has already found the documents.
+    kwargs = {name: value for name, value in kwargs.items() if name not in FLASH_ARGUMENTS}
     if isinstance(attention_mask, Documents):
         for side in ("q", "k"):
             kwargs[f"cu_seq_lens_{side}"], kwargs[f"max_length_{side}"] = attention_mask

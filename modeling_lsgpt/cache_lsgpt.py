@@ -22,7 +22,10 @@ spare in a cache of 256 keys or more.
 
 
 class Buffers:
-    """Room for keys and values, which copies of a cache share: whoever writes first behind the last token may stay."""
+    """
+    Room for keys and values, which copies of a cache share: the first copy that appends a token keeps it, any other
+    gets room of its own.
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, room: int):
         length = keys.shape[2]

@@ -329,7 +329,7 @@ class LSGPTConfig(PreTrainedConfig):
     def num_global_heads_per_layer(self) -> list[int]:
         """Number of global query heads of each decoder layer."""
         if isinstance(self.num_global_heads, list):
-            return self.num_global_heads[: self.num_hidden_layers]  # fewer while the first layers draft
+            return self.num_global_heads[: self.num_hidden_layers]  # `assistant_early_exit` lowers their number
         return [self.num_global_heads] * self.num_hidden_layers
 
     @property

@@ -227,7 +227,7 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
     whole, signature = model.forward, inspect.signature(model.forward)
     layers = [module for module in model.modules() if hasattr(module, "_can_checkpoint_with_cache")]
     attentions = attention_layers(model)
-    # Those of the code that the model comes with, if it comes with its own: another's masks would be unknown to it.
+    # From the model's own module, because code from a checkpoint does not know the classes of this package.
     create_masks = partial(sys.modules[type(attentions[0]).__module__].create_masks, model.config)
     is_first = True
 

@@ -32,7 +32,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     the logits is `g = softmax(z) - onehot(t)`, or zero if the token is ignored; with respect to `h` it is `g @ W`, and
     with respect to the weight it is the sum of `outer(g, h)` over the tokens. All of this is known as soon as the
     logits are. So each chunk of tokens adds its share and discards its logits, none are computed twice, and the
-    backward pass only multiplies by the incoming gradient (as in Liger-Kernel, arXiv:2410.10989).
+    backward pass only multiplies by the incoming gradient (as in Liger-Kernel, arXiv:2410.10989). PyTorch 2.13 has
+    such a function for labels (`linear_cross_entropy`), but without z-loss and teachers.
 
     With a teacher's logits `y`, the target is the distribution `p = softmax(y)`, the gradient is `g = softmax(z) - p`,
     and the loss is the Kullback-Leibler divergence `sum(p * (log(p) - log_softmax(z)))`: the cross-entropy minus a

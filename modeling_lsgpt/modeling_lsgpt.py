@@ -29,7 +29,13 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_lsgpt import ALL_ATTENTION_FUNCTIONS, ALL_HEADS, AttentionMasks, create_attention_masks, create_masks
+from .attention_lsgpt import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_HEADS,
+    AttentionMasks,
+    create_masks,
+    create_masks_for_generate,
+)
 from .cache_lsgpt import prepare_cache
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
@@ -228,9 +234,11 @@ class LSGPTAttention(nn.Module):
         `(B, T, H, D)`, and the attention weights as `forward` does.
         """
         calls = self.split_heads(query_states, key_states, value_states, attention_mask, past_key_values)
-        if ALL_HEADS in attention_mask.masks:  # a fused kernel, for which nothing was cached
-            if past_key_values is not None:  # whose backward pass may have to run, see `context_parallel_lsgpt`
-                key_states, value_states = (torch.cat(states, dim=1) for states in tuple(zip(*calls))[2:])
+        if ALL_HEADS in attention_mask.masks:  # a fused kernel, which takes only new tokens: nothing was cached
+            if past_key_values is not None:
+                # Those from the cache, so that gradients flow through the exchange of `context_parallel_lsgpt`.
+                key_states = torch.cat([key for _, _, key, _ in calls], dim=1)
+                value_states = torch.cat([value for *_, value in calls], dim=1)
             calls = [(self.all_heads, query_states, key_states, value_states)]
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -445,18 +453,18 @@ class LSGPTModel(LSGPTPreTrainedModel):
         Args:
             input_ids (`(B, T)`): Token ids; either these or `inputs_embeds` `(B, T, hidden_size)`.
             attention_mask: Padding `(B, past + T)`, 0 for padding; a custom mask `(B, 1, T, past + T)`; or the masks
-                of `create_attention_masks`.
+                of `create_masks_for_generate`.
             position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
                 document begins. By default they continue from the cache's length; in classifiers, they do not count
                 padding on the left, so that a row has the same scores in a batch and alone.
             past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
             use_cache: Whether to return a cache.
-            **kwargs: `output_hidden_states`, `output_attentions` (engine `eager` only; `(B, H, T, past + T)` for
-                each layer, global heads first), and arguments of the attention function.
+            **kwargs: `output_hidden_states`, `output_attentions` (with `attn_implementation="eager"` only;
+                `(B, H, T, past + T)` for each layer, global heads first), and arguments of the attention function.
 
         Raises:
             ValueError: If inputs have the wrong shape, ids are outside the vocabulary, there are more tokens than
-                learned positions, or the attention engine does not support the call.
+                learned positions, or the attention implementation does not support the call.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
         if kwargs.get("cache") is not None:
@@ -499,7 +507,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 local_embeddings = self.local_rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        for layer, kinds in zip(self.layers, self.config.head_groups):  # fewer while the first layers draft
+        for layer, kinds in zip(self.layers, self.config.head_groups):  # `assistant_early_exit` lowers their number
             hidden_states = layer(
                 hidden_states,
                 attention_mask=attention_masks,
@@ -530,7 +538,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # `generate` creates the masks for static caches itself; this makes it create ours.
-    create_masks_for_generate = staticmethod(create_attention_masks)
+    create_masks_for_generate = staticmethod(create_masks_for_generate)
 
     def __init__(self, config: LSGPTConfig):
         super().__init__(config)
@@ -658,10 +666,15 @@ class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrained
         self.post_init()
 
 
+def is_lsgpt(model: nn.Module) -> bool:
+    """Whether a model, bare or wrapped, is an LSGPT model."""
+    # By name, because code loaded from a checkpoint defines its own classes.
+    return any(type(module).__name__ == LSGPTAttention.__name__ for module in model.modules())
+
+
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The `LSGPTAttention`s of an LSGPT model, bare or wrapped, in order. Raises `ValueError` for other models."""
-    # Found by name, because code loaded from a checkpoint defines its own classes.
-    layers = [module for module in model.modules() if type(module).__name__ == "LSGPTAttention"]
+    layers = [module for module in model.modules() if type(module).__name__ == LSGPTAttention.__name__]
     if not layers:
         raise ValueError(f"`model` must be an LSGPT model; got {type(model).__name__}")
     return layers

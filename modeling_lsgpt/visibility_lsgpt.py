@@ -174,7 +174,7 @@ def describe_visibility(
         inputs_embeds (`(B, T, hidden_size)`): Read for shape and device only.
         attention_mask: `(B, P + T)`, 1 for real tokens and 0 for padding; or `(B or 1, 1, T, P + T)`, boolean (True
             where a query may attend) or additive, applied as it is in global heads and within the window in local
-            heads; or a dictionary with such a mask for each kind of head, as `create_attention_masks` returns.
+            heads; or a dictionary with such a mask for each kind of head, as `create_masks_for_generate` returns.
         past_key_values: The cache before this step's update.
         position_ids (`(B or 1, T)`): If given, attention does not cross from one document packed into a row to
             another, which begins where positions do not continue (see `find_documents`). Ignored with a 4-D mask.
@@ -263,7 +263,8 @@ def find_documents(
     Args:
         position_ids (`(B, T)`): Position of each new token in its document.
         padding_mask (`(B, P + T)`, *optional*): True for real tokens.
-        past_length: P, the number of cached tokens; a tensor if it must not be read, which needs T = 1.
+        past_length: P, the number of cached tokens; a tensor if it must not be read, which needs T = 1 and a
+            `padding_mask`.
 
     Returns:
         `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
@@ -271,7 +272,7 @@ def find_documents(
     """
     length = position_ids.shape[-1]
     if isinstance(past_length, torch.Tensor):
-        if length > 1 or padding_mask is None:
+        if length > 1:
             return None
         index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
         return _earlier_tokens(padding_mask & (index < past_length), position_ids)
@@ -340,7 +341,7 @@ def _check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
         got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
         raise ValueError(
             "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
-            f"{', '.join(map(repr, kinds))}, as `create_attention_masks` returns it; got {got}"
+            f"{', '.join(map(repr, kinds))}, as `create_masks_for_generate` returns it; got {got}"
         )
     for mask in masks.values():
         if mask is not None:

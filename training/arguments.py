@@ -47,8 +47,8 @@ class ModelArguments:
     teacher: str | None = HfArg(
         default=None,
         help="Teacher to distil from: its next-token distributions replace the text as the target. A folder, a "
-        "name on the Hub or a GGUF file of any causal language model with the same tokenizer. Up to half of the blocks "
-        "get hidden numbers, see docs/healing.md.",
+        "name on the Hub or a GGUF file of any causal language model with the same tokenizer. Up to half of the "
+        "blocks get hidden numbers, see docs/healing.md.",
     )
     trainable: str = HfArg(
         default="all",

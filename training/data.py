@@ -33,6 +33,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, defau
 from lsgpt import utilities
 from lsgpt.utilities import looks_like_a_path, suggest
 
+from .metrics import IGNORED_LABEL
+
 
 END_OF_TEXT = "<|endoftext|>"
 # Not the end-of-text token: collators exclude padding from the loss, but the model has to learn where texts end.
@@ -148,7 +150,7 @@ def _check_row(row: dict, place: str) -> dict:
 def _local_files(path: Path) -> dict:
     """
     Returns the arguments of `load_dataset` for a file or a folder. Files with other extensions are ignored, and so are
-    those with the word `test` in their path; one of `_SPLIT_NAMES` makes a file part of the validation split.
+    those with the word `test` in their path; a validation split's (see `_SPLIT_NAMES`) makes a file part of it.
     """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     builders = {_BUILDERS[file.suffix] for file in files if file.suffix in _BUILDERS}
@@ -280,16 +282,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, algorithm: str = "bpe
 ALGORITHMS = {"bpe": (models.BPE, trainers.BpeTrainer), "unigram": (models.Unigram, trainers.UnigramTrainer)}
 
 
-def tokenize(
-    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_proc: int | None = None
-) -> Dataset | IterableDataset:
+def tokenize(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
     """
-    Maps `text` to `input_ids`, with an end-of-text token after each document, in `num_proc` processes. What looks like
-    a special token in a document is text, unless the tokenizer has a chat template.
+    Maps `text` to `input_ids`, with an end-of-text token after each document. What looks like a special token in a
+    document is text, unless the tokenizer has a chat template.
     """
     options = {"fn_kwargs": {"tokenizer": tokenizer}, **_in_batches(documents, "text")}
     if isinstance(documents, Dataset):
-        options |= {"num_proc": num_proc, "desc": "Tokenizing"}
+        options["desc"] = "Tokenizing"
         if getattr(tokenizer, "backend_tokenizer", None):
             # Cached by what the tokenizer does. By default, the folder that it was loaded from would count too.
             rules = tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template is None
@@ -429,7 +429,7 @@ def collate_blocks(blocks: list[dict]) -> dict[str, torch.Tensor]:
     # Streams yield 32-bit arrays, stored blocks are lists.
     batch = {name: values.long() for name, values in default_data_collator(blocks).items()}
     labels = batch["input_ids"].clone()
-    labels[:, 0] = -100
+    labels[:, 0] = IGNORED_LABEL
     if "position_ids" in batch:
-        labels[batch["position_ids"] == 0] = -100
+        labels[batch["position_ids"] == 0] = IGNORED_LABEL
     return {**batch, "labels": labels}

@@ -1,6 +1,5 @@
 """The report of a training run: a Markdown page and its plots."""
 
-import math
 import shlex
 from pathlib import Path
 
@@ -118,8 +117,8 @@ def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
 
 
 def points_of(log_history: list[dict], key: str) -> list[tuple[int, float]]:
-    """Returns `(step, value)` for every log that contains `key`. None, of earlier versions, was NaN or infinite."""
-    return [(log["step"], math.nan if log[key] is None else log[key]) for log in log_history if key in log]
+    """Returns `(step, value)` for every log that contains `key`."""
+    return [(log["step"], log[key]) for log in log_history if key in log]
 
 
 def format_results(results: RunResult) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -60,16 +59,9 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: str | Path) -> "RunResult":
-        """Reads the `results.json` of a run. In files of earlier versions, `null` may stand for a lost figure: NaN."""
+        """Reads the `results.json` of a run."""
         values = from_json((Path(folder) / "results.json").read_text(encoding="utf-8"))
-        status = re.match(r"(\w+)(?: at step (\d+))?(?: by (.*))?", values.get("status", "finished"))
-        kept: dict[str, Any] = {"outcome": status[1], "stopped_by": status[3]}  # of runs before there was an outcome
-        for f in fields(cls):
-            if f.name in values:
-                is_lost = values[f.name] is None and f.default is not None
-                kept[f.name] = math.nan if is_lost else values[f.name]
-        kept["loss_by_position"] = [math.nan if x is None else x for x in kept.get("loss_by_position", [])]
-        return cls(**kept)
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 def to_json(value: Any, **options) -> str:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from lsgpt.modeling_lsgpt import attention_layers
+from lsgpt.modeling_lsgpt import attention_layers, is_lsgpt
 from lsgpt.telemetry import MaxLogits
 
 
@@ -143,7 +143,7 @@ class LogitTelemetryCallback(TrainerCallback):
 
 
 def _check_clip(args, model: nn.Module):
-    if not any(type(module).__name__ == "LSGPTAttention" for module in model.modules()):
+    if not is_lsgpt(model):
         reason = f"for models other than LSGPT, because QK-clip cannot scale their weights; got {type(model).__name__}"
     elif args.deepspeed_plugin is not None:
         reason = "with DeepSpeed, which overwrites changes to weights"

@@ -1,4 +1,4 @@
-"""Loading models whose files may lack something: nothing stays random without an error."""
+"""Loads models, and raises an error if their files lack weights, which would stay random."""
 
 import importlib.util
 import struct

@@ -290,7 +290,8 @@ def test_chosen_heads_stay_global_wherever_they_stand():
     [
         ([[0, 0], [1]], 9, r"different key/value heads from 0 to 4; got \[0, 0\] for layer 0"),
         ([[0], [5]], 9, r"got \[5\] for layer 1"),
-        ([[0]], 9, "one number for each of the 2 layers"),
+        ([], 9, "`global_kv_heads` must have one list for each of the 2 layers; got 0"),
+        ([[0], [1], [2]], 9, "one list for each of the 2 layers; got 3"),
         ([[0], [1]], 1, "`sliding_window` must be at least 2"),
     ],
 )

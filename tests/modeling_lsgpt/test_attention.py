@@ -487,7 +487,7 @@ def test_local_heads_never_build_a_square(name, has_sinks):
     with LargestTensor() as largest:
         masks = masks_for(config, torch.empty(2, length, 0), **told)
         attend(attention, qkv, masks, torch.zeros(2) if has_sinks else None).sum().backward()
-    assert masks[LOCAL].ndim == 5
+    assert masks.masks[LOCAL].ndim == 5
     assert largest.numel <= 2 * length * 2 * (64 + 16)  # batch x tokens x heads x span of a block
 
 

@@ -8,7 +8,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.distributed import DistributedConfig
 
 from lsgpt import LSGPTForSequenceClassification, LSGPTForTokenClassification
-from lsgpt.modeling_lsgpt import AttentionMasks, describe_visibility
+from lsgpt.modeling_lsgpt import describe_visibility
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
 
 
@@ -235,9 +235,3 @@ def test_pipelines_are_refused(tiny_model):
     config = DistributedConfig(pp_size=2)
     with pytest.raises(ValueError, match="`pp_size` of the `DistributedConfig` must be 1; got 2"):
         type(model).maybe_distribute_model(model, config, None)
-
-
-def test_masks_are_looked_up_by_kind(tiny_config):
-    visibility = describe_visibility(tiny_config(), torch.empty(1, 12, 0))
-    masks = AttentionMasks({"full_attention": 1, "sliding_attention": 2}, visibility, {})
-    assert masks["sliding_attention"] == 2

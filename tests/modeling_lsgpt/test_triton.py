@@ -129,9 +129,11 @@ def test_custom_masks_go_to_sdpa(models):
 
 def test_what_it_cannot_do_is_refused(tiny_model, tiny_config):
     ids = torch.randint(97, (1, 12), device=DEVICE)
-    with pytest.raises(ValueError, match='does not support `attention_dropout`.*use attn_implementation="sdpa"'):
+    with pytest.raises(ValueError, match=r'does not support `attention_dropout`.*use attn_implementation="sdpa"'):
         tiny_model(engine="triton", attention_dropout=0.1).to(DEVICE).train()(ids)
-    with pytest.raises(ValueError, match='does not support `attn_logit_softcapping`.*use attn_implementation="eager"'):
+    with pytest.raises(
+        ValueError, match=r'does not support `attn_logit_softcapping`.*use attn_implementation="eager"'
+    ):
         tiny_model(engine="triton", attn_logit_softcapping=20.0).to(DEVICE)(ids)
     for num_global_heads in (0, 2):  # what is left to `sdpa` is refused as well
         model = tiny_model(engine="triton", attn_logit_softcapping=20.0, num_global_heads=num_global_heads).to(DEVICE)

@@ -64,13 +64,6 @@ def test_results_are_json_and_come_back_whatever_the_numbers(tmp_path):
     assert lost == ["stopped at step 20 by on_explosion", "Infinity", "NaN"]
     assert values["loss_by_position"] == [5.0, 4.0, "NaN", 2.0]
     assert repr(RunResult.read(tmp_path)) == repr(result)  # NaN is not equal to itself
-    # As runs have written it before there were outcomes.
-    del values["outcome"], values["stopped_by"]
-    values |= {"status": "diverged at step 20", "eval_loss": None, "max_logit": None, "loss_by_position": [1.0, None]}
-    (tmp_path / "results.json").write_text(json.dumps(values))
-    old = RunResult.read(tmp_path)
-    assert (old.outcome, old.status, old.max_logit) == ("diverged", "diverged at step 20", None)
-    assert math.isnan(old.eval_loss) and math.isnan(old.loss_by_position[1])
 
 
 def test_bins_hold_every_position_once():
