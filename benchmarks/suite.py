@@ -28,7 +28,7 @@ BENCHMARKS = {
     "train": train.prepare,
 }
 
-APART = ("memory", "telemetry", "long_context", "quality", "cache_methods", "split")
+APART = ("memory", "telemetry", "long_context", "quality", "cache_methods", "split", "serving")
 """Modules with other kinds of measurements, which have their own options."""
 
 QUICK_LENGTHS = (2048,)

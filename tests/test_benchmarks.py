@@ -8,9 +8,11 @@ from pathlib import Path
 
 import fresh
 import pytest
+import torch
 
-from lsgpt.benchmarks import long_context, memory, record, split, telemetry
+from lsgpt.benchmarks import long_context, memory, record, serving, split, telemetry
 from lsgpt.configuration import load_preset
+from lsgpt.training.data import train_tokenizer
 from lsgpt.training.telemetry import summarize_max_logits
 from lsgpt.utilities import environment
 
@@ -139,6 +141,32 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
     # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
     assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
     assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4
+
+
+def test_serving_counts_the_tokens_that_are_the_same(tmp_path, monkeypatch, capsys):
+    """`serving/` runs it with vLLM, whose continuations all agree."""
+    monkeypatch.setattr(serving, "packages_distributions", dict)
+    with pytest.raises(ValueError, match=r"needs vLLM: pip install '\.\[serve\]'"):
+        serving.main([])
+    monkeypatch.setattr(serving, "packages_distributions", lambda: {"vllm": ["torch"]})
+    with pytest.raises(ValueError, match="`--text` needs models with weights"):
+        serving.main(["--text", "text.txt"])
+    monkeypatch.setattr(serving, "continue_prompts", lambda *arguments: [[1, 2, 3, 4]] * 3)
+    monkeypatch.setattr(
+        serving, "in_own_process", lambda *arguments: (9.5, [[1, 2, 3, 4], [1, 2, 0, 4], [0, 2, 3, 4]])
+    )
+    monkeypatch.setattr(serving, "PASSAGES", (2, 4, 8))
+    train_tokenizer([], 258).save_pretrained(tmp_path)
+    (tmp_path / "short.txt").write_text("0 1 2 3 4 5 6 7 8 9 " * 20, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"`--text` must have at least 4,104 tokens; '.*short.txt' has \d+"):
+        serving.main([str(tmp_path), "--text", str(tmp_path / "short.txt")])
+    (tmp_path / "text.txt").write_text("0 1 2 3 4 5 6 7 8 9 " * 2000, encoding="utf-8")
+    sizes = ["--block_sizes", "32", "--batched_tokens", "256", "--output", str(tmp_path / "serving.json")]
+    serving.main([str(tmp_path), "--text", str(tmp_path / "text.txt"), *sizes])
+    result = json.loads((tmp_path / "serving.json").read_text(encoding="utf-8"))
+    settings = {"block_size": 32, "max_num_batched_tokens": 256}
+    assert result["rows"] == [{"model": str(tmp_path), **settings, "requests": 9.5, "equal_tokens": [4, 2, 0]}]
+    assert result["environment"]["torch"] == torch.__version__ and "requests 9.5" in capsys.readouterr().out
 
 
 def test_split_receives_what_the_formula_says(tmp_path):

@@ -1,8 +1,13 @@
 """How many requests the engine says it can hold, beside a model whose heads are all global, in the same memory."""
 
-from transformers import GPT2Config, LlamaConfig
+import json
+
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lsgpt import LSGPTConfig
+from lsgpt.benchmarks import serving
 
 
 LENGTH = 8192
@@ -24,14 +29,38 @@ def maximum_concurrency(config, architecture, folder, start_engine):
         return llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency
 
 
-def test_holds_more_requests_than_gpt2(tmp_path, start_engine):
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """`lsgpt bench serving` at its smallest, without the environment, which names packages that serving needs not."""
+    monkeypatch.setattr(serving, "begin_result", lambda *command: {"environment": {}})
+
+    def run(*arguments):
+        output = tmp_path / "serving.json"
+        serving.main([*arguments, "--batched_tokens", "512", "--block_sizes", "128", "--output", str(output)])
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    return run
+
+
+def test_holds_more_requests_than_gpt2(bench):
     """One global head of 12 and a window of 100: more than 5.5 times as many."""
-    gpt2 = maximum_concurrency(GPT2Config(n_positions=LENGTH), "GPT2LMHeadModel", tmp_path / "gpt2", start_engine)
-    lsgpt = maximum_concurrency(
-        LSGPTConfig(max_position_embeddings=LENGTH), "LSGPTForCausalLM", tmp_path / "lsgpt", start_engine
-    )
-    print(f"maximum concurrency: GPT-2 {gpt2:.2f}, LSGPT {lsgpt:.2f}, {lsgpt / gpt2:.2f} times as many")
-    assert lsgpt >= 5.5 * gpt2
+    result = bench()
+    requests = {row["model"]: row["requests"] for row in result["rows"]}
+    assert requests["lsgpt"] >= 5.5 * requests["gpt2"]
+    assert requests["mhsa"] == requests["gpt2"]
+    assert [version.startswith("0.3") for version in result["environment"].values()] == [True]  # vLLM's
+
+
+def test_continues_passages_as_transformers_does(bench, tiny_model, tmp_path):
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["Whoever reads this"], vocab_size=270)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
+    tiny_model(vocab_size=len(tokenizer), max_position_embeddings=LENGTH).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Whoever reads all of this has some time. " * 400, encoding="utf-8")
+    options = ["--text", str(tmp_path / "text.txt"), "--new_tokens", "5", "--dtype", "float32"]
+    (row,) = bench(str(tmp_path / "model"), *options)["rows"]
+    assert row["equal_tokens"] == [5] * len(serving.PASSAGES)
 
 
 def test_holds_more_requests_than_llama(tmp_path, start_engine):
