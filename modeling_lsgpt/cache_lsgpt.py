@@ -6,9 +6,11 @@ growing, this copy would account for most of what a long context costs in decodi
 Shapes: B batch, H_kv key/value heads, T new tokens, S keys, D `head_dim`.
 """
 
+import math
+
 import torch
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .configuration_lsgpt import LSGPTConfig
 
@@ -91,14 +93,18 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
+    # No layer of a static cache has more slots than the whole cache.
+    length = max([layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)] or [math.inf])
     group_size = config.num_attention_heads // config.num_key_value_heads
     for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and window < (config.window(kind) or window):
-            raise ValueError(
-                f"`past_key_values` must keep windows of {config.window(kind)} tokens, as the model's configuration "
-                f"says; layer {layer_idx} keeps {window}. Create the cache anew: `DynamicCache(config=model.config)`"
-            )
+        if getattr(layer, "is_sliding", False):
+            window = config.window(kind)
+            kept = layer.max_cache_len if isinstance(layer, StaticLayer) else layer.sliding_window
+            if window is None or kept < min(window, length):
+                raise ValueError(
+                    f"`past_key_values` must keep {window or 'all'} tokens in layer {layer_idx}, as the model's "
+                    f"configuration says; the layer keeps {kept}. Create the cache with `config=model.config`"
+                )
         if layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[1] != num_heads // group_size:
             raise ValueError(
                 "`past_key_values` must be filled by this model, whose cache layers have different numbers of "

@@ -487,6 +487,11 @@ class LSGPTModel(LSGPTPreTrainedModel):
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and (cu_seq_lens := kwargs.get("cu_seq_lens_q")) is not None:
             position_ids = positions_in_documents(cu_seq_lens, inputs_embeds, past_length)
+        if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_k", "seq_idx")):
+            raise ValueError(
+                "`position_ids`, which begin at 0 in every document, or `cu_seq_lens_q` must come with "
+                "`cu_seq_lens_k` or `seq_idx`, which LSGPT does not use"
+            )
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:

@@ -53,7 +53,7 @@ class Visibility:
     documents: torch.Tensor | None = None
     """`(B, P + T)`, each token's document number in a packed row; `None` if every row is a single document."""
     first_key: torch.Tensor | None = None
-    """`(B, 1)`, the position at which each sequence's last document begins; for single tokens and static caches."""
+    """`(B, T)`, the position at which each query's document begins; if the length of a static cache is not read."""
     mask: torch.Tensor | None = None
     """`(B or 1, 1, T, S)`, a custom mask: boolean, True where a query may attend, or additive."""
     has_sinks: bool = False
@@ -85,7 +85,7 @@ class Visibility:
         if self.documents is not None:
             visible = visible & (self.documents[batch, query] == self.documents[batch, key])
         if self.first_key is not None:
-            visible = visible & (key >= self.first_key[batch, 0])
+            visible = visible & (key >= self.first_key[batch, query - self.q_offset])
         return visible
 
     __call__ = sees
@@ -210,8 +210,8 @@ def describe_visibility(
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
     if not masks:
         if position_ids is not None and isinstance(past_length, torch.Tensor) and padding_mask is None:
-            if q_length == 1:
-                first_key = (past_length - position_ids).expand(batch_size, 1)
+            index = torch.arange(q_length, device=device)
+            first_key = (past_length + index - position_ids).expand(batch_size, -1)
         elif position_ids is not None:
             documents = find_documents(position_ids.expand(batch_size, -1), padding_mask, past_length)
 

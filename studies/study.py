@@ -258,7 +258,9 @@ def collect(folder: Path) -> dict:
         curves[key] = thin(points_of(logs, key), largest)
     first_loss = losses[0][1] if losses else math.nan
     kept = ("status", "step", "eval_loss", "eval_bits_per_byte", "max_logit", "parameters", "train_seconds")
-    is_finite = result.outcome == "finished" and math.isfinite(result.eval_loss)
+    # A callback of the study may end a run early, as after an equal time; one that exploded counts as diverged.
+    has_ended = result.outcome == "finished" or result.stopped_by == "a callback"
+    is_finite = has_ended and math.isfinite(result.eval_loss)
     return {name: getattr(result, name) for name in (*kept, "environment")} | {
         "diverged": not is_finite or result.eval_loss >= first_loss,
         "first_loss": first_loss,

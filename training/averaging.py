@@ -23,11 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging
 
 from lsgpt.utilities import suggest
 
 from .callbacks import local_part
 
+
+logger = logging.get_logger(__name__)
 
 AVERAGES: dict[str, dict[str, float]] = {
     "ema": {"every_n_steps": 1, "decay": 0.999},
@@ -198,6 +201,14 @@ class AveragedWeightsCallback(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None and (file := Path(best) / self._file_name(args, model)).is_file():
             self._read(file, _trained_weights(model))  # the model has the weights of this checkpoint, too
+        step = state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
+        if step < self.settings["every_n_steps"]:
+            logger.warning(
+                f"no averaged model is saved: the model is that of step {step}, before the first update of its "
+                f"average in step {self.settings['every_n_steps']}"
+            )
+            self.averages.clear()  # which are the untrained weights
+            return
         self.save_pretrained(model, Path(args.output_dir) / self.name, processing_class)
 
     @contextlib.contextmanager

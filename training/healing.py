@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from lsgpt.modeling_lsgpt.visibility_lsgpt import positions_in_documents
 from lsgpt.utilities import load_complete
 
 from .data import collate_blocks
@@ -90,8 +91,14 @@ def _keeps_documents_apart(teacher: PreTrainedModel, vocab_size: int) -> bool:
 
 @torch.no_grad()
 def next_token_logits(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the teacher's logits `(B, T, V)` for `input_ids` `(B, T)` and, if given, their mask and positions."""
+    """
+    Returns the teacher's logits `(B, T, V)` for `input_ids` `(B, T)` and, if given, their mask, and their positions or
+    the lengths of packed documents.
+    """
+    lengths = inputs.get("cu_seq_lens_q")
     inputs = {key: inputs[key] for key in ("input_ids", "attention_mask", "position_ids") if key in inputs}
+    if lengths is not None and inputs.get("position_ids") is None:
+        inputs["position_ids"] = positions_in_documents(lengths, inputs["input_ids"])
     # With a cache, the models of Transformers do not detect packed documents.
     return teacher(**inputs, use_cache=False).logits
 

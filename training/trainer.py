@@ -11,6 +11,8 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
+from lsgpt.modeling_lsgpt import LSGPTForCausalLM
+
 from .averaging import AveragedWeightsCallback
 from .context_parallel import check_parallelism, get_loader_for_all_processes, processes_per_row
 from .data import Passes
@@ -45,7 +47,8 @@ class LSGPTTrainer(Trainer):
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
 
         Raises:
-            ValueError: If one option would make another ineffective, or for sequence parallelism.
+            ValueError: If one option would make another ineffective, for sequence parallelism, or with `z_loss` or a
+                `teacher` if the model is no LSGPT language model, which computes these losses.
         """
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
             if value and kwargs.get("compute_loss_func") is not None:
@@ -53,6 +56,15 @@ class LSGPTTrainer(Trainer):
         self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
         super().__init__(*args, **kwargs)
+        # By name, because code loaded from a checkpoint defines its own class; adapters may be around it.
+        names = {type(module).__name__ for module in self.model.modules()}
+        self.has_own_loss = LSGPTForCausalLM.__name__ in names
+        for name, value in (("z_loss", z_loss), ("teacher", teacher)):
+            if value and not self.has_own_loss:
+                raise ValueError(
+                    f"`{name}` must be unset for models other than LSGPTForCausalLM, whose losses do not have it; got "
+                    f"{type(self.model).__name__}"
+                )
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AveragedWeightsCallback):
                 callback.attach(self)
@@ -134,10 +146,10 @@ class LSGPTTrainer(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """
-        As in `Trainer`, but in training steps the model computes the whole loss, with smoothed labels, z-loss and
-        teacher, without the logits of all tokens.
+        As in `Trainer`, but in training steps an `LSGPTForCausalLM` computes the whole loss, with smoothed labels,
+        z-loss and teacher, without the logits of all tokens.
         """
-        if not model.training or self.compute_loss_func is not None or "labels" not in inputs:
+        if not (self.has_own_loss and model.training) or self.compute_loss_func is not None or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         smoother, self.label_smoother = self.label_smoother, None
         settings = {"z_loss": self.z_loss, "label_smoothing": smoother.epsilon if smoother else 0.0}

@@ -1,6 +1,7 @@
 """Cases that were silently wrong once: copies of caches, documents beside a static cache, positions, gradients."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -156,10 +157,30 @@ def test_documents_that_come_as_lengths(tiny_model):
         model(torch.randint(97, (2, 10)), cu_seq_lens_q=torch.tensor([0, 4, 10]))
 
 
-def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config):
-    model = tiny_model()
-    with pytest.raises(ValueError, match=r"must keep windows of 8 tokens.*layer 1 keeps 4"):
-        model(torch.randint(97, (1, 9)), past_key_values=DynamicCache(config=tiny_config(sliding_window=4)))
+@pytest.mark.parametrize("cache_type", [DynamicCache, partial(StaticCache, max_cache_len=20)])
+def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config, cache_type):
+    ids = torch.randint(97, (1, 9))
+    with pytest.raises(ValueError, match=r"must keep 8 tokens in layer 1, .*; the layer keeps 4"):
+        tiny_model()(ids, past_key_values=cache_type(config=tiny_config(sliding_window=4)))
+    with pytest.raises(ValueError, match=r"must keep all tokens in layer 0, .*; the layer keeps 8"):
+        tiny_model(num_global_heads=6)(ids, past_key_values=cache_type(config=tiny_config(num_global_heads=0)))
+
+
+def test_a_static_cache_shorter_than_the_window_is_whole(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 5))
+    cache = StaticCache(config=model.config, max_cache_len=5)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split((3, 2), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_k"])
+def test_documents_that_would_be_mixed_are_refused(tiny_model, name):
+    """What `DataCollatorWithFlattening` gives besides positions and `cu_seq_lens_q`."""
+    model, ids = tiny_model(), torch.randint(97, (1, 10))
+    value = torch.tensor([[0] * 4 + [1] * 6]) if name == "seq_idx" else torch.tensor([0, 4, 10])
+    with pytest.raises(ValueError, match="`position_ids`, which begin at 0 in every document, or `cu_seq_lens_q`"):
+        model(ids, **{name: value})
+    model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]), **{name: value})
 
 
 def test_a_cache_with_fewer_layers_is_refused(tiny_model, tiny_config):

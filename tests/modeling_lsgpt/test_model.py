@@ -1,6 +1,7 @@
 """The whole model: logits of every variant, training features, outputs, and what it says to bad input."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -134,14 +135,15 @@ def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding, is_
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, padding:], alone)
 
 
-def test_packed_documents_continue_from_a_cache_in_a_compiled_model(tiny_model, fresh_compiler):
+@pytest.mark.parametrize("cache_type", [DynamicCache, partial(StaticCache, max_cache_len=70)])
+def test_packed_documents_continue_from_a_cache_in_a_compiled_model(tiny_model, fresh_compiler, cache_type):
     model = tiny_model(torch.float64).requires_grad_(False)
     documents = [torch.randint(97, (1, n)) for n in (30, 9, 24)]
     packed = torch.cat(documents, dim=1)
     positions = torch.cat([torch.arange(n) for n in (30, 9, 24)])[None]
     alone = torch.cat([model(document).logits for document in documents], dim=1)
     compiled = torch.compile(model, backend="eager")
-    cache = DynamicCache(config=model.config)
+    cache = cache_type(config=model.config)
     parts = [
         compiled(packed[:, part], position_ids=positions[:, part], past_key_values=cache).logits
         for part in (slice(20), slice(20, 34), slice(34, 63))

@@ -17,7 +17,7 @@ import lsgpt
 import lsgpt_cli
 from lsgpt.studies import STUDIES, TrainingStudy, load_study, plots, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
-from lsgpt.studies.comparisons import format_values
+from lsgpt.studies.comparisons import LOSS, format_values
 from lsgpt.studies.equal_time import BudgetCallback, rate_at
 from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.long_runs import growth
@@ -251,6 +251,7 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     fields = small_fields(block_size="64", max_steps="100000", save_steps="5", max_logit_every_n_steps="0")
     run = study.run("ls", 42, tmp_path, fields)
     assert 1.0 <= run["cpu_seconds"] < 1.5 and run["wall_seconds"] > 0 and run["step"] > 5
+    assert not run["diverged"] and LOSS.of(run) == run["eval_loss"] < run["first_loss"]
     logs = [json.loads(line) for line in (tmp_path / "ls" / "seed-42" / "metrics.jsonl").read_text().splitlines()]
     rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
     assert max(rates) <= 1.2e-3 and rates[-1] < 0.3 * 1.2e-3 and rate_at(0.02) == 1 and rate_at(1.0) == 0.1

@@ -1,5 +1,6 @@
 """Averages of the weights: what they are, resuming, saving and evaluating them, and that they change nothing else."""
 
+import logging
 import math
 import random
 import shutil
@@ -68,6 +69,32 @@ def test_an_average_that_would_never_be_updated_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`every_n_steps` of the average must be at most the 6 steps .* got 7"):
         train(gpt2(), tmp_path / "seven", AveragedWeightsCallback("bema", every_n_steps=7))
     assert not (tmp_path / "seven" / "averaged").exists()
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("early", ["stopped", "best"])
+def test_a_model_from_before_the_first_update_has_no_average(tmp_path, caplog, monkeypatch, early):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("lsgpt"), "propagate", True)
+    options, callback = {}, AveragedWeightsCallback("ema", every_n_steps=4)
+    if early == "best":
+        options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(gpt2(), tmp_path, learning_rate=1e-2, eval_dataset=random_rows()[:8], **options)
+    callback.attach(trainer)
+    if early == "stopped":
+        trainer.add_callback(StopAfter(3))
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None or trainer.state.best_model_checkpoint.endswith("-2")
+    assert "no averaged model is saved" in caplog.text and not (tmp_path / "averaged").exists()
+    assert "eval_averaged_loss" not in trainer.evaluate()
 
 
 class Remember(TrainerCallback):

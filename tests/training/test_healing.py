@@ -236,6 +236,8 @@ def test_teacher_of_another_kind(folder):
     logits = next_token_logits(teacher, {"input_ids": ids, "position_ids": positions, "labels": ids})
     assert not logits.requires_grad
     alone = torch.cat([teacher(part).logits for part in ids.split((7, 13), dim=1)], dim=1)
+    of_lengths = next_token_logits(teacher, {"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 7, 20])})
+    torch.testing.assert_close(of_lengths, alone[:1])
     torch.testing.assert_close(logits, alone)
     in_bfloat16 = parse_arguments(overrides=["--use_cpu=true", "--bf16=true"]).training
     assert (teacher.dtype, load_teacher(str(folder / "gpt2"), in_bfloat16).dtype) == (torch.float32, torch.bfloat16)

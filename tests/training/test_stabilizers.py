@@ -4,10 +4,18 @@ import functools
 
 import pytest
 import torch
-from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingArguments
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lsgpt import measure_max_logits
+from lsgpt import LSGPTForTokenClassification, measure_max_logits
 from lsgpt.modeling_lsgpt import ALL_ATTENTION_FUNCTIONS
 from lsgpt.studies.compare import resolve_arm
 from lsgpt.studies.study import join_arm
@@ -69,6 +77,34 @@ def test_what_another_loss_would_ignore_is_refused(tiny_model, tmp_path):
             LSGPTTrainer(model, args, compute_loss_func=print, **{name: value})
     with pytest.raises(ValueError, match="`label_smoothing_factor` must be 0 with a `teacher`"):
         LSGPTTrainer(model, args, teacher=model)
+
+
+@pytest.mark.parametrize("kind", ["another model", "classifier"])
+def test_models_without_that_loss_have_the_stock_one(tiny_config, tmp_path, kind):
+    if kind == "classifier":
+        model = LSGPTForTokenClassification(tiny_config(classifier_dropout=0.0, num_labels=5)).train()
+        batch = {"input_ids": INPUTS, "labels": INPUTS % 5}
+    else:
+        sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model, batch = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).train(), {"input_ids": INPUTS}
+        batch["labels"] = INPUTS
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", label_smoothing_factor=0.5)
+    losses = [cls(model, args).compute_loss(model, dict(batch)).item() for cls in (Trainer, LSGPTTrainer)]
+    plain = TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    assert losses[0] == losses[1] != Trainer(model, plain).compute_loss(model, dict(batch)).item()
+    for name, value in (("z_loss", 1e-4), ("teacher", model)):
+        with pytest.raises(ValueError, match=f"`{name}` must be unset for models other than LSGPTForCausalLM"):
+            LSGPTTrainer(model, plain, **{name: value})
+
+
+def test_a_model_in_adapters_has_its_own_loss(tiny_model, tmp_path):
+    model = get_peft_model(tiny_model().train(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    losses = [
+        LSGPTTrainer(model, args, z_loss=weight).compute_loss(model, {"input_ids": INPUTS, "labels": INPUTS}).item()
+        for weight in (0.0, 1.0)
+    ]
+    assert losses[1] > losses[0] + 1
 
 
 @pytest.mark.parametrize(
