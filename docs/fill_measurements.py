@@ -20,7 +20,7 @@ from lsgpt.utilities import table, with_unit
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("docs/measurements.md", "docs/memory-and-time.md", "README.md")]
+PAGES = [ROOT / name for name in ("docs/measurements.md", "docs/memory-and-time.md", "docs/serving.md", "README.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 
 MISSING = "not measured"
@@ -246,6 +246,22 @@ def memory() -> str:
     return with_sources("| tokens | peak per token | relative to GPT-2", rows, "memory.json")
 
 
+def requests() -> str:
+    """Requests in vLLM's cache, relative to GPT-2's."""
+    found = {
+        (row["model"], row["block_size"], row["max_num_batched_tokens"]): row["requests"]
+        for row in read("serving.json")["rows"]
+    }
+    steps = sorted({tokens for *_, tokens in found})
+    rows = [
+        [f"{NAMES[model]}, blocks of {size} tokens"]
+        + [f"{found[model, size, tokens] / found['gpt2', size, tokens]:.2f}" for tokens in steps]
+        for model in ("lsgpt", "mhsa")
+        for size in sorted({size for _, size, _ in found}, reverse=True)
+    ]
+    return with_sources("|".join(["", *(f"{tokens:,} in a step" for tokens in steps)]), rows, "serving.json")
+
+
 def long_context() -> str:
     """Long prompts."""
     rows = [
@@ -375,7 +391,7 @@ FRONT_PAGE = (
 
 TABLES = (
     *(speed, targets, smollm2, gpu, quality, cache_methods, ruler, growth, memory),
-    *(long_context, split, telemetry, books, costs, front_page),
+    *(requests, long_context, split, telemetry, books, costs, front_page),
 )
 
 

@@ -305,6 +305,20 @@ def test_figures_of_healing_for_vllm_are_those_of_the_run():
     )
     assert run["teacher_perplexity"] == before["teacher_perplexity"]
     assert f"teacher: {run['teacher_perplexity']:.1f}, on four blocks" in page
+    served, whole = (row for row in json.loads(read("benchmarks/results/serving-smollm2.json"))["rows"])
+    assert served["equal_tokens"] == [60] * 6
+    assert "vLLM continued six passages of 20 to 2,000 tokens with the same 60 tokens as Transformers." in page
+    serving = " ".join(read("docs/serving.md").split())
+    assert f"holds [{served['requests']:.2f} requests](" in serving
+    assert f"in float32, and {whole['requests']:.2f} with all heads global." in serving
+    readme = " ".join(read("README.md").split())
+    assert f"with SmolLM2, {served['requests'] / whole['requests']:.1f} times." in readme
+    requests = {
+        row["model"]: row["requests"]
+        for row in json.loads(read("benchmarks/results/serving.json"))["rows"]
+        if (row["block_size"], row["max_num_batched_tokens"]) == (128, 512)
+    }
+    assert f"**{requests['lsgpt'] / requests['gpt2']:.1f} times as many requests** of 8,192 tokens" in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
