@@ -85,7 +85,7 @@ class LSGPTTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`, but a stream is one endless series of full batches, see `Passes`."""
         stream = self.train_dataset
-        if not isinstance(stream, IterableDataset):
+        if not isinstance(stream, IterableDataset | torch.utils.data.IterableDataset):
             return super().get_train_dataloader()
         args = self.args
         collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")

@@ -254,7 +254,8 @@ def make_gpt2(**options):
     "options",
     [
         {},
-        {"activation_function": "relu", "n_inner": 70, "layer_norm_epsilon": 1e-3, "resid_pdrop": 0.3},
+        {"activation_function": "relu", "n_inner": 70, "layer_norm_epsilon": 1e-3},
+        {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.4, "pad_token_id": 0},
         {"tie_word_embeddings": False, "activation_function": "gelu"},
         {"reorder_and_upcast_attn": True, "attn_implementation": "eager"},
     ],
@@ -266,8 +267,10 @@ def test_gpt2(options):
     model = convert_pretrained(gpt2)
     torch.testing.assert_close(logits_of(model), logits_of(gpt2), **tolerance)
     assert model.num_parameters() == model.config.num_parameters() == gpt2.num_parameters()
-    assert model.config.resid_dropout == options.get("resid_pdrop", 0.1)
-    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    ours, theirs = model.config, gpt2.config
+    dropouts = ours.attention_dropout, ours.resid_dropout, ours.embd_dropout
+    assert dropouts == (theirs.attn_pdrop, theirs.resid_pdrop, theirs.embd_pdrop)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (1, 2, theirs.pad_token_id)
 
     scattered = [[3, 1], [0, 2, 4]]
     windowed = with_global_heads(model, scattered, window=40)

@@ -153,6 +153,7 @@ def test_logits_and_text(name):
     assert model.config.num_parameters() == model.num_parameters() == source.num_parameters()
     for field in ("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id"):
         assert getattr(model.config, field) == getattr(source.config, field)
+    assert model.config.resid_dropout == getattr(source.config, "resid_pdrop", 0.0)
     ours, theirs = (m.model.layers[-1].mlp.down_proj.weight for m in (model, source))
     assert ours.data_ptr() == theirs.data_ptr()
 

@@ -11,6 +11,7 @@ from transformers.distributed import DistributedConfig
 from lsgpt import LSGPTForSequenceClassification, LSGPTForTokenClassification
 from lsgpt.modeling_lsgpt import describe_visibility
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
+from lsgpt.modeling_lsgpt.linear_lsgpt import SplitLinear
 
 
 @pytest.mark.parametrize("num_global_heads", [2, 6])
@@ -192,6 +193,10 @@ def test_a_cache_with_fewer_layers_is_refused(tiny_model, tiny_config):
 def test_dynamic_quantization_reaches_the_projections(tiny_model):
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
     assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)
+    # As docs/other-libraries.md says: large ones stay as they are.
+    wide = tiny_model(hidden_size=384, head_dim=64, num_hidden_layers=1)
+    quantized = torch.ao.quantization.quantize_dynamic(wide, {torch.nn.Linear})
+    assert type(quantized.model.layers[0].self_attn.q_proj) is SplitLinear
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -233,6 +233,22 @@ def test_tokens_are_those_that_were_trained_on(tiny_model, tmp_path, options, to
     assert timer.tokens_per_second == statistics.median(timer.tokens[3:] or timer.tokens)
 
 
+def test_a_stream_that_ends_amid_an_accumulation_has_no_smaller_steps(tiny_model, tmp_path):
+    """The stock Trainer divides the sum over fewer rows by the number of all."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for _ in range(10):
+                yield {"input_ids": list(range(20)), "labels": list(range(20))}
+
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 6, "logging_steps": 1}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", learning_rate=0.0, **settings)
+    trainer = LSGPTTrainer(tiny_model().train(), args, train_dataset=Stream())
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)
+
+
 def test_a_run_that_an_explosion_stopped_is_not_finished(train, recipe, tmp_path):
     wide = {**RECIPE["config_overrides"], "initializer_range": 5.0}
     file = recipe(config_overrides=wide, on_explosion="stop", eval_strategy="no")
@@ -304,7 +320,7 @@ def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
 def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
     """With a stream, Unigram tokens, documents kept apart and a stabilizer, none of which changes what comes out."""
     folder = tmp_path / "run"
-    documents = [f"document {i} has {i * i} in it.\n" * 9 for i in range(60)]
+    documents = [f"document {i} has {i * i} in it.\n" * (1 + i % 3) for i in range(600)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in documents))
     options = {
         "dataset_name": str(tmp_path / "text.jsonl"),
@@ -354,6 +370,7 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
     ids = torch.tensor([token for ids in held_out for token in ids])[: 5 * 32].view(5, 32)
     starts = torch.tensor([p == 0 for p in positions])[: 5 * 32].view(5, 32)
     starts[:, 0] = True
+    assert len(starts.sum(1).unique()) > 1  # or the mean over rows would be that over tokens
     total, count, num_bytes = 0.0, 0, 0
     for row, row_starts in zip(ids, starts):
         for document in torch.tensor_split(row, row_starts.nonzero().flatten().tolist()):
