@@ -2,10 +2,12 @@
 
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -218,3 +220,51 @@ def test_committed_scores_of_ruler_follow_from_their_texts():
 def test_whole_layers_have_the_highest_scores():
     scores = torch.tensor([[5.0, 0.0], [3.0, 3.0], [0.0, 0.0], [2.0, 2.0]])
     assert cache_methods.whole_layers(scores, 5) == [[0, 1], [0, 1], [], []]
+
+
+@pytest.fixture
+def model_and_passage(folder):
+    """Weights so large that tokens before matter."""
+    config = LlamaConfig.from_pretrained(folder / "source", initializer_range=0.2)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "source")
+    (passage,) = make_passages(tokenizer, torch.arange(5000) % 256, 700, 1, 100)
+    return LlamaForCausalLM(config).eval(), passage
+
+
+@torch.no_grad()
+def test_what_a_method_finds_and_loses_is_what_the_whole_cache_does(model_and_passage):
+    model, passage = model_and_passage
+    for question in passage.questions[:2]:  # the model's own answers
+        for i in range(question.answer_length, 1, -1):
+            ids = torch.cat([passage.ids, question.ids[:-i]])
+            question.ids[-i] = model(ids[None], use_cache=False).logits[0, -1].argmax()
+    following = torch.randint(258, (40,))
+    found = cache_methods.measure(model, passage, following)
+    assert list(found["right"].values()) == ask(model, passage) and all(found["right"]["literal"][:4])
+    logits = model(torch.cat([passage.ids, following])[None], use_cache=False).logits[0, len(passage.ids) : -1]
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, following[1:]).item(), rel=1e-4)
+
+
+@torch.no_grad()
+def test_positions_go_on_after_tokens_that_a_method_has_dropped(model_and_passage):
+    model, passage = model_and_passage
+    length, following = len(passage.ids), torch.randint(258, (40,))
+
+    @contextmanager
+    def drop_the_last(model):
+        handle = model.register_forward_hook(lambda module, args, output: output.past_key_values.crop(-100))
+        yield
+        handle.remove()
+
+    found = cache_methods.measure(model, passage, following, drop_the_last)
+    ids = torch.cat([passage.ids[: length - 100], following])[None]
+    positions = torch.cat([torch.arange(length - 100), torch.arange(length, length + 40)])[None]
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool()
+    logits = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits[0, length - 100 : -1]
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, following[1:]).item(), rel=1e-4)
+
+
+def test_checkpoints_are_measured_in_float32(tiny_model, tmp_path):
+    tiny_model(torch.bfloat16).save_pretrained(tmp_path)
+    assert quality.load(str(tmp_path)).dtype == torch.float32

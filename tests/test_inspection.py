@@ -486,3 +486,9 @@ def test_page_of_the_docs(workplace, capsys):
     capsys.readouterr()
     exec(code, {})
     assert "tensor([[" in capsys.readouterr().out
+
+
+def test_dropout_does_not_count(tiny_model):
+    model, ids = tiny_model(resid_dropout=0.5), torch.randint(97, (1, 24))
+    expected = attention_statistics(model, ids).distance
+    assert torch.equal(attention_statistics(model.train(), ids).distance, expected) and model.training

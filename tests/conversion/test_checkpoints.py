@@ -255,7 +255,7 @@ def make_gpt2(**options):
     [
         {},
         {"activation_function": "relu", "n_inner": 70, "layer_norm_epsilon": 1e-3},
-        {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.4, "pad_token_id": 0},
+        {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.4, "pad_token_id": 0, "initializer_range": 0.05},
         {"tie_word_embeddings": False, "activation_function": "gelu"},
         {"reorder_and_upcast_attn": True, "attn_implementation": "eager"},
     ],
@@ -271,6 +271,7 @@ def test_gpt2(options):
     dropouts = ours.attention_dropout, ours.resid_dropout, ours.embd_dropout
     assert dropouts == (theirs.attn_pdrop, theirs.resid_pdrop, theirs.embd_pdrop)
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (1, 2, theirs.pad_token_id)
+    assert ours.initializer_range == theirs.initializer_range
 
     scattered = [[3, 1], [0, 2, 4]]
     windowed = with_global_heads(model, scattered, window=40)

@@ -104,6 +104,13 @@ BAD_VALUES = {
     "unknown dtype by its old name": ({"torch_dtype": "half16"}, "`dtype` must be the name of a PyTorch dtype"),
     "dtype that is none": ({"dtype": "nn"}, "`dtype` must be the name of a PyTorch dtype"),
     "epsilon of zero": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive"),
+    "weights of zero": ({"initializer_range": 0.0}, "`initializer_range` must be positive"),
+    "infinite weights": ({"initializer_range": math.inf}, "`initializer_range` must be positive and finite"),
+    "no dropout of outputs": ({"resid_dropout": 1.0}, "`resid_dropout` must be a probability"),
+    "no dropout of embeddings": ({"embd_dropout": 1.0}, "`embd_dropout` must be a probability"),
+    "negative width": ({"hidden_size": -12}, "`hidden_size` must be a positive integer; got -12"),
+    "negative head": ({"head_dim": -1}, "`head_dim` must be a positive integer; got -1"),
+    "negative inner width": ({"intermediate_size": -1}, "`intermediate_size` must be a positive integer; got -1"),
 }
 
 
@@ -265,3 +272,16 @@ def test_cache_bytes_are_the_caches(tiny_model, values):
         )
         # The stock dynamic cache keeps W - 1 tokens of a window of W; the formula counts W.
         assert held + 2 * model.config.head_dim * one_more * 4 == model.config.kv_cache_bytes(length, 4)
+
+
+def test_documented_defaults():
+    assert LSGPTConfig().layer_norm_eps == 1e-5
+    assert LSGPTConfig().kv_cache_bytes(9) == LSGPTConfig().kv_cache_bytes(9, bytes_per_value=2)
+
+
+def test_rotary_embeddings_of_equal_mhsa_are_those_of_the_global_heads(tiny_config):
+    kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
+    rope_parameters = {kind: {"rope_theta": theta, "rope_type": "default"} for kind, theta in kinds.items()}
+    config = tiny_config(position_embedding_type="rope", num_global_heads=[0, 2], rope_parameters=rope_parameters)
+    assert config.equal_mhsa().rope_parameters["rope_theta"] == 1e6
+    LSGPTForCausalLM(config.equal_mhsa())

@@ -5,6 +5,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,6 +329,24 @@ def flash_calls(monkeypatch):
     functions = {**AttentionInterface._global_mapping, "my_flash": my_flash}
     monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
     return calls
+
+
+def test_flash_attention_gets_every_option_but_positions(monkeypatch):
+    given = {}
+
+    def my_flash(module, query, key, value, attention_mask, **kwargs):
+        given.update(kwargs)
+        return query, None
+
+    functions = {**AttentionInterface._global_mapping, "my_flash": my_flash}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+    monkeypatch.setattr(attention_lsgpt, "_flash_takes", lambda *arguments: True)
+    options = {"dropout": 0.5, "softcap": 2.0, "s_aux": torch.zeros(4), "scaling": 0.1, "sliding_window": 3}
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="my_flash"))
+    states, positions = torch.randn(1, 4, 5, 8).bfloat16(), torch.arange(5)[None]
+    attend = attention_lsgpt.checked_flash_attention_forward
+    attend(module, states, states, states, None, position_ids=positions, **options)
+    assert given == options
 
 
 @torch.no_grad()

@@ -156,6 +156,10 @@ def test_documents_that_come_as_lengths(tiny_model):
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="`cu_seq_lens_q` must come with a single row"):
         model(torch.randint(97, (2, 10)), cu_seq_lens_q=torch.tensor([0, 4, 10]))
+    cache = DynamicCache(config=model.config)
+    model(torch.randint(97, (1, 5)), past_key_values=cache)
+    with pytest.raises(ValueError, match="and without cached tokens"):
+        model(torch.randint(97, (1, 10)), cu_seq_lens_q=torch.tensor([0, 4, 10]), past_key_values=cache)
 
 
 @pytest.mark.parametrize("cache_type", [DynamicCache, partial(StaticCache, max_cache_len=20)])

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
+from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, attention_lsgpt
 from lsgpt.modeling_lsgpt.cache_lsgpt import ROOM
 
 
@@ -392,3 +392,33 @@ def test_generates_on_a_gpu_what_it_does_on_the_cpu(tiny_model, engine, fresh_co
     for options in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 15}, {"num_beams": 2}):
         wanted = greedy(on_cpu, ids, **{**options, "cache_implementation": None})
         assert torch.equal(greedy(on_gpu, ids.to("cuda"), **options).cpu(), wanted), options
+
+
+@torch.no_grad()
+def test_an_offloaded_layer_has_no_spare_room(tiny_model):
+    model = tiny_model()
+    cache = DynamicCache(config=model.config)
+    for length in (20, 1):
+        model(torch.randint(97, (1, length)), past_key_values=cache)
+    assert cache.layers[0].buffers is not None
+    cache.layers[0].offload()
+    assert cache.layers[0].buffers is None
+
+
+@torch.no_grad()
+def test_a_cache_with_larger_windows_is_taken(tiny_model, tiny_config):
+    model, ids = tiny_model(), torch.randint(97, (1, 40))
+    cache = DynamicCache(config=tiny_config(sliding_window=16))
+    parts = [model(part, past_key_values=cache).logits for part in ids.split((25, 14, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_long_past_under_autocast(tiny_model, monkeypatch):
+    """A chunk after a cache, whose dtype may differ from that of the new tokens."""
+    monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", 1)
+    model, ids = tiny_model(position_embedding_type="rope", initializer_range=0.05), torch.randint(97, (1, 60))
+    cache, expected = DynamicCache(config=model.config), model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(30, dim=1)]
+    assert (torch.cat(parts, dim=1).float() - expected).norm() < 0.05 * expected.norm()

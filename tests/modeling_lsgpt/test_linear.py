@@ -60,3 +60,14 @@ def test_everything_else_is_left_to_pytorch(four_threads):
     assert output.dtype == torch.bfloat16 and not in_parts
     torch.set_num_threads(1)
     assert not run(linear, row)[1]
+
+
+def test_other_parameters_and_tracing_are_left_to_pytorch(four_threads):
+    class Quantized(nn.Parameter):
+        pass
+
+    linear, rows = SplitLinear(20, 12).requires_grad_(False), torch.randn(3, 20)
+    traced = torch.jit.trace(linear, rows[:1], check_trace=False)  # which would keep the shape of its example
+    torch.testing.assert_close(traced(rows), nn.functional.linear(rows, linear.weight, linear.bias))
+    linear.weight = Quantized(linear.weight.detach(), requires_grad=False)
+    assert not run(linear, rows[:1])[1]

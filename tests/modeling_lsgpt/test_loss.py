@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lsgpt import LSGPTForCausalLM
-from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy
+from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy, _is_plain_matrix
 
 
 def batch(length=45):
@@ -300,3 +300,36 @@ def test_loss_without_logits_never_holds_all_logits(tiny_model, autocast):
     of_logits = 4096 * 2000 * (2 if autocast else 4)
     assert largest_allocation(False) >= of_logits
     assert largest_allocation(True) <= of_logits / 2  # a chunk of them in float32
+
+
+def _with_bias(model):
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    torch.nn.init.normal_(model.lm_head.bias)
+
+
+def _with_input_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+
+
+def _with_own_forward(model):
+    """As Accelerate's hooks, which load the weight from the CPU or disk."""
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * forward(states)
+
+
+def _with_gradient_hook(model):
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+
+@pytest.mark.parametrize("change", [_with_bias, _with_input_hook, _with_own_forward, _with_gradient_hook])
+def test_whatever_changes_the_head_changes_the_loss(tiny_model, change):
+    model, ids = tiny_model(), batch()
+    change(model)
+    assert_same_loss(model, fused=False, input_ids=ids, labels=ids)
+
+
+def test_an_empty_placeholder_is_no_matrix(tiny_model):
+    head = tiny_model().lm_head
+    assert _is_plain_matrix(head, torch.device("cpu"))
+    head.weight.data = torch.empty(0)
+    assert not _is_plain_matrix(head, torch.device("cpu"))

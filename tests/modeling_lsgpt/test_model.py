@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig, infer_auto_device_map
 from accelerate.state import AcceleratorState
 from reference import reference_logits
 from transformers import (
@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
     StaticCache,
+    Trainer,
+    TrainingArguments,
 )
 
 from lsgpt import (
@@ -538,3 +540,29 @@ def test_a_sequence_that_is_split_over_processes_is_refused(tiny_model, field):
         model.eval()(ids)
     finally:
         AcceleratorState._reset_state(True)
+
+
+def test_new_sinks_are_silent(tiny_model, tiny_config, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    config = tiny_config(attention_sinks=True)
+    for model in (LSGPTForCausalLM(config), LSGPTForCausalLM.from_pretrained(tmp_path, config=config)):
+        assert not any(layer.self_attn.sinks.any() for layer in model.model.layers)
+
+
+def test_layers_stay_on_one_device(tiny_model):
+    model = tiny_model()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    memory = {"cpu": size // 2, "disk": 10 * size}
+    devices = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
+    assert len({*devices.values()}) == 2 and not any(name.startswith("model.layers.0.") for name in devices)
+
+
+def test_predictions_are_logits_alone(tiny_model, tmp_path):
+    """And no key/value caches, which `Trainer.predict` would concatenate."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (5, 12)).tolist()]
+    args = TrainingArguments(tmp_path, per_device_eval_batch_size=2, use_cpu=True, report_to="none")
+    assert Trainer(tiny_model(), args).predict(rows).predictions.shape == (5, 12, 97)
+
+
+def test_classifiers_drop_a_tenth_by_default(tiny_config):
+    assert LSGPTForTokenClassification(tiny_config()).dropout.p == 0.1

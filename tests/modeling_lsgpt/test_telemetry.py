@@ -108,3 +108,15 @@ def test_models_with_code_of_their_own(tiny_model, tmp_path):
     model = get_class_from_dynamic_module("modeling_lsgpt.LSGPTForCausalLM", tmp_path).from_pretrained(tmp_path)
     assert not isinstance(model, type(expected))
     assert torch.equal(*(measure_max_logits(each.eval(), input_ids=ids) for each in (model, expected)))
+
+
+def test_pairs_of_an_additive_mask_count_in_half_precision_too():
+    """The mask hides with the least float16; within a window, local heads see fewer."""
+    query, key = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 30, 8)
+    visible = torch.rand(2, 1, 20, 30) < 0.3
+    mask = torch.randn(visible.shape).masked_fill(~visible, torch.finfo(torch.float16).min)
+    visibility = Visibility(20, 30, 10, mask=mask, batch_size=2, window=3)
+    in_window = torch.arange(30) > torch.arange(20)[:, None] + 10 - 3
+    products = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    expected = (products.abs() * (visible & in_window)).amax((0, 2, 3))
+    torch.testing.assert_close(max_logits(query, key, 8**-0.5, visibility), expected)

@@ -357,3 +357,10 @@ def test_two_processes(tiny_model, tokenizer, tmp_path):
     check(both[0]["metrics"], expected, NAMES, rel=1e-9)
     assert both[1]["metrics"] is None
     assert list((tmp_path / "shared").rglob("*.lock")) and not list((tmp_path / "shared").rglob("*.arrow"))
+
+
+def test_bytes_of_a_vocabulary_with_gaps():
+    backend = Tokenizer(models.BPE({"a": 0, "b": 7}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert count_bytes(tokenizer).tolist() == [1, 0, 0, 0, 0, 0, 0, 1]
