@@ -10,7 +10,8 @@ import fresh
 import pytest
 import torch
 
-from lsgpt.benchmarks import long_context, memory, record, serving, split, telemetry
+from lsgpt.benchmarks import gate, long_context, memory, prefill, record, serving, split, suite, telemetry, train
+from lsgpt.benchmarks.peers import Benchmark, Peer, Shape
 from lsgpt.configuration import load_preset
 from lsgpt.training.data import train_tokenizer
 from lsgpt.training.telemetry import summarize_max_logits
@@ -195,3 +196,36 @@ def test_memory_of_llamas_blocks(name, tmp_path):
     assert config.model_type == ("llama" if name == "llama" else "lsgpt")
     if name != "llama":
         assert config.num_global_heads_per_layer == ([2, 0] if name == "lsgpt-no-logits" else [6, 6])
+
+
+@pytest.fixture
+def shape():
+    return Shape(load_preset("demo", sliding_window=20), length=75, batch_size=2, engines=("sdpa",))
+
+
+def test_times_are_those_of_one_repetition(shape, monkeypatch):
+    peers = dict.fromkeys(("lsgpt sdpa", "mhsa sdpa", "gpt2 sdpa"))
+    monkeypatch.setitem(suite.BENCHMARKS, "decode", lambda shape: Benchmark(peers, [], {}, repeats=4))
+    monkeypatch.setattr(suite, "measure", lambda *_: {"lsgpt sdpa": [8.0], "mhsa sdpa": [16.0], "gpt2 sdpa": [4.0]})
+    assert suite.run("decode", shape, 1.0)["seconds"]["lsgpt sdpa"] == [2.0]
+
+
+def test_prefill_fills_a_cache_and_gives_the_last_logits(shape, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Peer, "__call__", lambda self, **inputs: calls.append(inputs))
+    next(iter(prefill.prepare(shape).peers.values()))()()
+    assert calls[-1]["use_cache"] and calls[-1]["logits_to_keep"] == 1 and calls[-1]["input_ids"].shape == (2, 75)
+
+
+def test_a_training_step_updates_the_weights(shape, monkeypatch):
+    steps, update = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: steps.append(self) or update(self, *args))
+    next(iter(train.prepare(shape).peers.values()))()()
+    assert len(steps) == 1
+
+
+def test_a_few_times_the_error_of_rounding_is_allowed():
+    exact = torch.ones(9)
+    gate.compare("sums", exact + 0.02, exact, exact + 0.01)
+    with pytest.raises(RuntimeError, match="sums: wrong by"):
+        gate.compare("sums", exact + 0.05, exact, exact + 0.01)

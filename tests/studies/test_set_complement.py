@@ -164,3 +164,11 @@ def test_training_closes_the_distance(small_study, monkeypatch):
     assert all(values[weights]["trained_distance"] < 0.75 * distance_of_uniform for weights in ("raw", "ema"))
     # The model has its own weights again after it was measured with the averages.
     assert measure(model, evaluation_rows(20, 10), 4) == values["raw"]
+
+
+def test_models_of_other_seeds_begin_with_other_weights(tmp_path, monkeypatch):
+    study = load_study("set-complement")
+    monkeypatch.setattr(study, "train_and_measure", lambda model, *_: model.model.embed_tokens.weight.sum().item())
+    arm = next(iter(study.arms))
+    first, again, other = (study.run(arm, seed, tmp_path, [])["trainings"] for seed in (1, 1, 2))
+    assert first == again and not {*first.values()} & {*other.values()}

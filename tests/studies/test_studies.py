@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from study_reports import report_of, run_here
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import lsgpt
 import lsgpt_cli
@@ -21,10 +21,20 @@ from lsgpt.studies.comparisons import LOSS, format_values
 from lsgpt.studies.equal_time import BudgetCallback, rate_at
 from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.long_runs import growth
-from lsgpt.studies.measurements import losses_by_context, parts_of_logits
+from lsgpt.studies.measurements import logits_of, losses_by_context, parts_of_logits
 from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file, word_comparisons
-from lsgpt.studies.study import NUM_POINTS, Study, collect, spike_score, thin, validation_blocks
+from lsgpt.studies.study import (
+    NUM_POINTS,
+    Stream,
+    Study,
+    collect,
+    spike_score,
+    thin,
+    train_small,
+    validation_blocks,
+)
+from lsgpt.training import parse_arguments
 from lsgpt.training.train import largest
 from lsgpt.utilities.environment import describe_environment
 
@@ -227,6 +237,11 @@ def test_parts_of_logits_are_those_of_the_model(tiny_model):
     assert np.allclose(alike["position_share"], 1, atol=1e-3) and np.allclose(alike["max_content"], 0, atol=1e-4)
     assert np.allclose(alike["max_position"], alike["max_logit"], atol=1e-3)
     assert (np.array(parts["position_share"]) < 0.9).all()
+    # The share of the first, global head by the formulas of random effects.
+    logits = torch.stack([logits_of(model, ids)[0][0] for ids in blocks])[:, torch.ones(24, 24).tril().bool()]
+    within = logits.var(0).mean()
+    between = logits.mean(0).var(correction=0) - within / 6
+    assert parts["position_share"][0][0] == pytest.approx((between / (between + within)).item(), rel=1e-3)
 
 
 def test_the_loss_with_a_shorter_context_is_that_of_shorter_windows(tiny_model):
@@ -255,6 +270,9 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     logs = [json.loads(line) for line in (tmp_path / "ls" / "seed-42" / "metrics.jsonl").read_text().splitlines()]
     rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
     assert max(rates) <= 1.2e-3 and rates[-1] < 0.3 * 1.2e-3 and rate_at(0.02) == 1 and rate_at(1.0) == 0.1
+    assert rate_at(0.265) == pytest.approx(0.1 + 0.9 * (1 + 0.5**0.5) / 2)  # a quarter of a cosine
+    config = AutoConfig.from_pretrained(tmp_path / "ls" / "seed-42")
+    assert run["flops_per_step"] == 3 * 64 * config.flops_per_token(64)  # forward once, backward twice
     # A run that goes on has used what it had used.
     (tmp_path / "ls" / "seed-42" / "results.json").unlink()
     again = study.run("ls", 42, tmp_path, fields)
@@ -381,3 +399,23 @@ def test_plots_show_means_and_intervals_on_the_scale_of_the_axis(log_y, tmp_path
     half = 4.302653 * np.std(to_scale(seeds), ddof=1) / np.sqrt(3)  # Student's t, two degrees of freedom
     assert (to_scale([low, high]) - to_scale(mean)) == pytest.approx([-half, half], rel=1e-5)
     assert axes.texts[0].get_text() == "ls"
+
+
+def test_small_trainings_have_the_rows_of_their_seed_and_the_optimizer_of_micro(tiny_model, tmp_path):
+    def make_row(generator):
+        ids = generator.integers(97, size=12)
+        return {"input_ids": ids, "labels": ids}
+
+    first, again, other = (next(iter(Stream(make_row, seed)))["input_ids"].tolist() for seed in (1, 1, 2))
+    assert first == again != other
+    found = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            found.update(vars(args))
+
+    options = {"max_steps": 1, "learning_rate": 1e-3, "use_cpu": True}
+    assert not train_small(tiny_model(), Stream(make_row, 1), 1, tmp_path, options, [Look()])
+    recipe = parse_arguments("micro").training
+    for name in ("adam_beta2", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs"):
+        assert found[name] == getattr(recipe, name), name
