@@ -131,6 +131,11 @@ def test_numbers_at_the_top_are_those_of_the_results():
         if row["length"] == 32768 and x["benchmark"] == "decode" and x["families"] == ["lsgpt", "mhsa"]
     )
     assert f"{ratio:.2f}" == "0.33" and "**A third of the time per generated token** after 32,768 tokens" in top
+    before, after = (row["retrieval"]["4096"]["paraphrased"]["exact"] for row in (source, converted))
+    page = " ".join(read("README.md").split())
+    share = (kept + (total - kept) * window / 4096) / total
+    assert f"SmolLM2 above ({share:.0%} of the cache at 4,096 tokens) finds {after:.0%} of the passkeys" in page
+    assert f"({source['retrieval']['4096']['passages']} texts; before conversion, {before:.0%})" in page
 
 
 def test_the_timed_model_is_the_converted_one():
