@@ -179,9 +179,9 @@ def read_blocks(
     text: str, tokenizer: PreTrainedTokenizerBase, block_size: int, max_blocks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
-    Splits a text into blocks to calibrate on and held-out blocks. About half of the documents are held
-    out, chosen by a digest of their text, or the second half of each if there are too few. If the dataset has a
-    validation split, that is held out instead.
+    Splits a text into blocks to calibrate on and held-out blocks. About half of the documents are held out, chosen by
+    a digest of their text, or the second half of each if there are too few. If the dataset has a validation split,
+    that is held out instead.
 
     Args:
         text: A file or a folder of files, `"stdlib"`, or a dataset on the Hub; see `lsgpt.training.load_documents`.
