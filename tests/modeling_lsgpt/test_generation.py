@@ -10,11 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
-from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, attention_lsgpt
+from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
 from lsgpt.modeling_lsgpt.cache_lsgpt import ROOM
+from lsgpt.modeling_lsgpt.local_lsgpt import past_attention_forward
 
 
 SPLITS = {
@@ -413,12 +415,12 @@ def test_a_cache_with_larger_windows_is_taken(tiny_model, tiny_config):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_a_long_past_under_autocast(tiny_model, monkeypatch):
-    """A chunk after a cache, whose dtype may differ from that of the new tokens."""
-    monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", 1)
-    model, ids = tiny_model(position_embedding_type="rope", initializer_range=0.05), torch.randint(97, (1, 60))
-    cache, expected = DynamicCache(config=model.config), model(ids).logits
+def test_a_past_under_autocast_has_one_dtype():
+    """Rotary embeddings leave queries and keys in float32, and values are in bfloat16."""
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(30, dim=1)]
-    assert (torch.cat(parts, dim=1).float() - expected).norm() < 0.05 * expected.norm()
+        output = past_attention_forward(query, key, value, scaling=0.4)
+    assert output.dtype == torch.bfloat16
+    visible = torch.ones(6, 15).tril(9).bool()
+    expected = scaled_dot_product_attention(query, key, value.float(), visible, scale=0.4, enable_gqa=True)
+    torch.testing.assert_close(output.float(), expected.transpose(1, 2), rtol=0.02, atol=0.02)
