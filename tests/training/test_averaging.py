@@ -66,6 +66,7 @@ def test_the_best_average_is_that_of_the_best_checkpoint(tmp_path):
 
 def test_an_average_that_would_never_be_updated_is_refused(tmp_path):
     train(gpt2(), tmp_path / "six", AveragedWeightsCallback("bema", every_n_steps=6))
+    assert (tmp_path / "six" / "averaged").exists()  # updated in the last step
     with pytest.raises(ValueError, match=r"`every_n_steps` of the average must be at most the 6 steps .* got 7"):
         train(gpt2(), tmp_path / "seven", AveragedWeightsCallback("bema", every_n_steps=7))
     assert not (tmp_path / "seven" / "averaged").exists()
