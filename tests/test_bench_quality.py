@@ -27,22 +27,24 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 SMALL = "--text text.txt --tokens 9000 --block_sizes 300 --lengths 600 --passages 3 --distance 64 --output out/q.json"
 
 
+SIZES = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("quality")
     text = "".join(f"line {i} of {i * i}\n" for i in range(1500))
     (folder / "text.txt").write_text(text)
     tokenizer = train_tokenizer([], 258)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = LlamaConfig(**SIZES, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "source")
     tokenizer.save_pretrained(folder / "source")
@@ -223,13 +225,10 @@ def test_whole_layers_have_the_highest_scores():
 
 
 @pytest.fixture
-def model_and_passage(folder):
+def model_and_passage():
     """Weights so large that tokens before matter."""
-    config = LlamaConfig.from_pretrained(folder / "source", initializer_range=0.2)
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "source")
-    (passage,) = make_passages(tokenizer, torch.arange(5000) % 256, 700, 1, 100)
-    return LlamaForCausalLM(config).eval(), passage
+    (passage,) = make_passages(train_tokenizer([], 258), torch.arange(5000) % 256, 700, 1, 100)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2)).eval(), passage
 
 
 @torch.no_grad()
