@@ -15,12 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trainers import random_rows, trainer_of
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.integrations import deepspeed
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import AVERAGES, AveragedWeightsCallback, LSGPTTrainer, averaging, parse_arguments
 from lsgpt.training.averaging import check_averages
+from lsgpt.training.data import train_tokenizer
 from lsgpt.training.folders import find_checkpoint
 
 
@@ -473,6 +474,16 @@ def test_any_module(tmp_path):
     train(Bigrams(), tmp_path, callback, remembered)
     assert_averages(callback, remembered, "ema", decay=0.7)
     assert_equal(load_file(tmp_path / "averaged" / "model.safetensors"), callback.averages)
+
+
+def test_the_averaged_model_has_the_tokenizer(tmp_path):
+    trainer = trainer_of(gpt2(), tmp_path, AveragedWeightsCallback("ema"))
+    tokenizer = train_tokenizer([], 258)
+    trainer.processing_class = tokenizer
+    trainer.callback_handler.processing_class = tokenizer
+    trainer.train()
+    text = "any text"
+    assert AutoTokenizer.from_pretrained(tmp_path / "averaged")(text).input_ids == tokenizer(text).input_ids
 
 
 def test_an_lsgpt_with_the_code_and_whenever_asked(tiny_model, tmp_path):

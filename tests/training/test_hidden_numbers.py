@@ -42,10 +42,11 @@ def test_numbers_are_repeated_at_the_end(tokenizer):
     assert len(formats) == len(FORMATS)
 
 
-def test_share_of_the_blocks(tokenizer):
-    hide = HideNumbers(tokenizer, 0.25)
+@pytest.mark.parametrize("share", [(), (0.25,)])
+def test_share_of_the_blocks(tokenizer, share):
+    hide, expected = HideNumbers(tokenizer, *share), 400 * (share or (0.5,))[0]  # half by default, as the docs say
     changed = [hide(row) != row for row in rows(400)]
-    assert 60 < sum(changed) < 140
+    assert expected - 40 < sum(changed) < expected + 40
 
 
 def test_blocks_without_room_stay(tokenizer):
