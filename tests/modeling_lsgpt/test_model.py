@@ -15,8 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
     StaticCache,
-    Trainer,
-    TrainingArguments,
 )
 
 from lsgpt import (
@@ -555,13 +553,6 @@ def test_layers_stay_on_one_device(tiny_model):
     memory = {"cpu": size // 2, "disk": 10 * size}
     devices = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
     assert len({*devices.values()}) == 2 and not any(name.startswith("model.layers.0.") for name in devices)
-
-
-def test_predictions_are_logits_alone(tiny_model, tmp_path):
-    """And no key/value caches, which `Trainer.predict` would concatenate."""
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (5, 12)).tolist()]
-    args = TrainingArguments(tmp_path, per_device_eval_batch_size=2, use_cpu=True, report_to="none")
-    assert Trainer(tiny_model(), args).predict(rows).predictions.shape == (5, 12, 97)
 
 
 def test_classifiers_drop_a_tenth_by_default(tiny_config):

@@ -27,9 +27,9 @@ from lsgpt.training.context_parallel import (
     evaluation_inputs,
     processes_per_row,
 )
-from lsgpt.training.data import _is_held_out
+from lsgpt.training.data import _is_held_out, train_tokenizer
 from lsgpt.training.folders import check_checkpoint
-from lsgpt.training.train import check_stream
+from lsgpt.training.train import build_model, check_stream
 
 
 RECIPE = {
@@ -483,6 +483,14 @@ def test_the_stock_trainers_evaluation_of_repeated_rows_is_exact_or_refused(rema
             evaluation_inputs(inputs, loader, 2)
         loader.is_for_all_processes = True
     assert evaluation_inputs(inputs, loader, 2) == {"num_items_in_batch": 6} and evaluation_inputs({}, loader, 2) == {}
+
+
+def test_checkpoints_in_bfloat16_are_trained_in_float32(tiny_model, tmp_path):
+    tiny_model(torch.bfloat16).save_pretrained(tmp_path)
+    options = ["--model_name_or_path", str(tmp_path), "--block_size", "32", "--use_cpu", "true"]
+    arguments = parse_arguments("finetune", options)
+    model = build_model(arguments, arguments.build_config(), train_tokenizer([], 258))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
