@@ -7,8 +7,17 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 
-from lsgpt.training import collate_blocks, load_documents, load_tokenizer, pack, tokenize, train_tokenizer
+from lsgpt.training import (
+    LSGPTTrainer,
+    collate_blocks,
+    load_documents,
+    load_tokenizer,
+    pack,
+    tokenize,
+    train_tokenizer,
+)
 from lsgpt.training.data import Passes, _is_held_out, first_characters, load_stdlib
 
 
@@ -412,3 +421,19 @@ def test_loss_of_packed_documents_is_that_of_the_documents_alone(tiny_model, fre
     assert [packed.item(), with_cache.item()] == pytest.approx([expected] * 2, rel=1e-5)
     (block,) = pack(Dataset.from_dict({"input_ids": documents}), 64)
     assert model(**collate_blocks([block])).loss.item() != pytest.approx(packed.item(), rel=1e-3)
+
+
+def test_a_stream_that_ends_amid_an_accumulation_has_no_smaller_steps(tiny_model, tmp_path):
+    """The stock Trainer divides the sum over fewer rows by the number of all."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for _ in range(10):
+                yield {"input_ids": list(range(20)), "labels": list(range(20))}
+
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 6, "logging_steps": 1}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", learning_rate=0.0, **settings)
+    trainer = LSGPTTrainer(tiny_model().train(), args, train_dataset=Stream())
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM, measure_max_logits
-from lsgpt.training import LogitTelemetryCallback
+from lsgpt.training import LogitTelemetryCallback, parse_arguments
 from lsgpt.training.data import load_documents, train_tokenizer
+from lsgpt.training.train import build_model
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
@@ -196,3 +197,11 @@ def test_lora_changes_the_adapter_only_and_its_logits_are_logged(tiny_model, tmp
         plain, _ = train_adapter(tiny_model(), tmp_path)
         for name, p in plain.model.named_parameters():
             torch.testing.assert_close(dict(trainer.model.named_parameters())[name], p)
+
+
+def test_checkpoints_in_bfloat16_are_trained_in_float32(tiny_model, tmp_path):
+    tiny_model(torch.bfloat16).save_pretrained(tmp_path)
+    options = ["--model_name_or_path", str(tmp_path), "--block_size", "32", "--use_cpu", "true"]
+    arguments = parse_arguments("finetune", options)
+    model = build_model(arguments, arguments.build_config(), train_tokenizer([], 258))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -27,9 +27,9 @@ from lsgpt.training.context_parallel import (
     evaluation_inputs,
     processes_per_row,
 )
-from lsgpt.training.data import _is_held_out, train_tokenizer
+from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
-from lsgpt.training.train import build_model, check_stream
+from lsgpt.training.train import check_stream
 
 
 RECIPE = {
@@ -231,22 +231,6 @@ def test_tokens_are_those_that_were_trained_on(tiny_model, tmp_path, options, to
     assert trainer.state.num_input_tokens_seen == sum(timer.tokens) == sum(seen)
     timer.seconds = [1.0] * len(timer.tokens)
     assert timer.tokens_per_second == statistics.median(timer.tokens[3:] or timer.tokens)
-
-
-def test_a_stream_that_ends_amid_an_accumulation_has_no_smaller_steps(tiny_model, tmp_path):
-    """The stock Trainer divides the sum over fewer rows by the number of all."""
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            for _ in range(10):
-                yield {"input_ids": list(range(20)), "labels": list(range(20))}
-
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 6, "logging_steps": 1}
-    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", learning_rate=0.0, **settings)
-    trainer = LSGPTTrainer(tiny_model().train(), args, train_dataset=Stream())
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)
 
 
 def test_a_run_that_an_explosion_stopped_is_not_finished(train, recipe, tmp_path):
@@ -483,14 +467,6 @@ def test_the_stock_trainers_evaluation_of_repeated_rows_is_exact_or_refused(rema
             evaluation_inputs(inputs, loader, 2)
         loader.is_for_all_processes = True
     assert evaluation_inputs(inputs, loader, 2) == {"num_items_in_batch": 6} and evaluation_inputs({}, loader, 2) == {}
-
-
-def test_checkpoints_in_bfloat16_are_trained_in_float32(tiny_model, tmp_path):
-    tiny_model(torch.bfloat16).save_pretrained(tmp_path)
-    options = ["--model_name_or_path", str(tmp_path), "--block_size", "32", "--use_cpu", "true"]
-    arguments = parse_arguments("finetune", options)
-    model = build_model(arguments, arguments.build_config(), train_tokenizer([], 258))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
