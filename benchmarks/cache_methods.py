@@ -74,7 +74,7 @@ def make_presses(share: float, heads: list[list[int]], window: int) -> dict[str,
             """Sets the mask that would be downloaded."""
             local = [[head not in chosen for head in range(model.config.num_key_value_heads)] for chosen in heads]
             self.sink_size, self.recent_size = 4, window
-            self.streaming_mask = torch.tensor(local)
+            self.streaming_mask = torch.tensor(local, device=model.device)
 
     return {
         "StreamingLLM": kvpress.StreamingLLMPress(1 - share),
@@ -103,8 +103,9 @@ def with_cache_positions(model: PreTrainedModel) -> Iterator[None]:
 
     def add(module, args, kwargs):
         begin = kwargs["past_key_values"].get_seq_length(module.layer_idx)
-        length = kwargs["hidden_states"].shape[1]
-        return args, {**kwargs, "cache_position": torch.arange(begin, begin + length)}
+        hidden = kwargs["hidden_states"]
+        positions = torch.arange(begin, begin + hidden.shape[1], device=hidden.device)
+        return args, {**kwargs, "cache_position": positions}
 
     hooks = [layer.self_attn.register_forward_pre_hook(add, with_kwargs=True) for layer in model.model.layers]
     try:
@@ -117,19 +118,20 @@ def with_cache_positions(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, press: Callable | None = None) -> dict:
     """Reads a passage, with a press if there is one, then asks its questions and predicts the text that follows."""
-    cache = DynamicCache(config=model.config)
+    cache, device = DynamicCache(config=model.config), model.device
     start = time.perf_counter()
     with with_cache_positions(model) if press is not None else nullcontext():
         with press(model) if press is not None else nullcontext():
-            model(input_ids=passage.ids[None], past_key_values=cache, logits_to_keep=1)
+            last = model(input_ids=passage.ids[None].to(device), past_key_values=cache, logits_to_keep=1).logits
+            last.cpu()  # the clock waits for the GPU
         seconds = time.perf_counter() - start
 
         def read_on(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
             again = copy.deepcopy(cache)
             begin = len(passage.ids)
-            positions = torch.arange(begin, begin + len(ids))[None]
-            logits = model(input_ids=ids[None], position_ids=positions, past_key_values=again).logits[0]
-            return logits, cache_bytes(again)
+            positions = torch.arange(begin, begin + len(ids), device=device)[None]
+            logits = model(input_ids=ids[None].to(device), position_ids=positions, past_key_values=again).logits[0]
+            return logits.cpu(), cache_bytes(again)
 
         right = {}
         for question in passage.questions:

@@ -46,11 +46,17 @@ FAR = (1024, 2048)
 
 
 def load(name: str) -> PreTrainedModel:
-    """Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode and in float32."""
+    """
+    Loads an LSGPT checkpoint, or a model that could be converted into one, in evaluation mode and in float32, on the
+    GPU if there is one.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
     model = load_pretrained(name).eval()
-    return model if model.dtype == torch.float32 else model.float()  # one from a GGUF file refuses to be converted
+    if model.dtype != torch.float32:  # one from a GGUF file refuses to be converted
+        model = model.float()
+    return model.to(device)
 
 
 def read_text(text: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
@@ -87,6 +93,7 @@ def measure_block(model: PreTrainedModel, ids: torch.Tensor) -> dict:
     Measures the summed loss of a block of token ids `(n,)` in each interval of `BINS`. The first token is not
     predicted, and a token counts where it stands.
     """
+    ids = ids.to(model.device)
     hidden = model.base_model(input_ids=ids[None], use_cache=False)[0][0, :-1]
     head, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
 
@@ -110,7 +117,7 @@ def measure_passage(model: PreTrainedModel, passage, with_bytes: bool) -> dict:
     if with_bytes:
         cache = read(model, passage.ids)
         # The memory of what left a window in the prompt is freed with the next token.
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
         found |= {"bytes": cache_bytes(cache), "cached_tokens": len(passage.ids) + 1}
     return found
 

@@ -23,7 +23,7 @@ def model_from_weights(config: LSGPTConfig, weights: dict[str, torch.Tensor]) ->
     model.load_state_dict(weights, assign=True)
     for name in ("rotary_emb", "local_rotary_emb"):  # whose frequencies are not in the state dict
         if (rotary := getattr(model.model, name)) is not None:
-            setattr(model.model, name, type(rotary)(rotary.config))
+            setattr(model.model, name, type(rotary)(rotary.config).to(model.device))
     model.tie_weights()
     return model.eval()
 
