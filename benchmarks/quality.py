@@ -8,8 +8,8 @@
 - Bytes of a real key/value cache after the longest passage.
 
 Every block and passage is saved as soon as it is measured, in a `.jsonl` file beside the result, and is not measured
-again when the command is repeated. The work is done in rounds: after each, the result holds all models on the same
-blocks and passages, so that it can be used before the command has ended.
+again when the command is repeated. The work is done in rounds, so that the result can be used before the command has
+ended: each model is compared with the source on the blocks and passages that have been measured with both.
 """
 
 import argparse
@@ -131,14 +131,15 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
     """
-    Summarises what was measured of all models, one row for each. Ratios are to the first model; their intervals, of
-    95%, are those of the mean over blocks (Student's t).
+    Summarises what was measured of all models, one row for each. Ratios are to the first model, on the blocks and
+    passages that have been measured with both; their intervals, of 95%, are those of the mean over blocks (Student's
+    t).
     """
     rows = []
-    common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
     for model in models:
         row: dict[str, Any] = {"model": model, "perplexity": {}, "retrieval": {}}
         asked: list[tuple[dict, dict]] = []
+        common = [key[1:] for key in found if key[0] == model and (models[0], *key[1:]) in found]
         for kind, size in sorted({task[:2] for task in common}):
             tasks = sorted(task for task in common if task[:2] == (kind, size))
             pairs = [(found[(model, *task)], found[(models[0], *task)]) for task in tasks]

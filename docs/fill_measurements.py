@@ -146,36 +146,30 @@ def gpu() -> str:
 
 
 def quality() -> str:
-    """Cache, perplexity and retrieval of a source and of what was made of it."""
+    """What converted models preserve of their source, each on the blocks and passages measured with both."""
     if not (RESULTS / "quality" / "quality.json").exists():
         return MISSING
-    results = read("quality/quality.json")["rows"]
-    first, lines = results[0], []
+    rows = [row for row in read("quality/quality.json")["rows"] if not row["model"].endswith("-longer")]
+    (first, *others), lines = rows, []
     if "cache" in first:
-        cells = [f"{row['cache']['ratio']:.3f}" for row in results]
+        cells = [f"{row['cache']['ratio']:.3f}" for row in rows]
         lines.append([f"cache after {first['cache']['tokens']:,} tokens, as a fraction of the source's", *cells])
-    more = {row["model"]: row for row in read("quality/perplexity.json")["rows"]}
-    for rows in ([more.get(row["model"]) for row in results], results):
-        for size, x in rows[0]["perplexity"].items():
-            cells = [_perplexity(row["perplexity"][size]) if row else MISSING for row in rows]
-            lines.append([f"perplexity, {x['tokens']:,} tokens in blocks of {int(size):,}", *cells])
-    for size, of_source in first["retrieval"].items():
-        for kind in [kind for kind in of_source if kind != "passages"]:
-            found = [row["retrieval"][size][kind] for row in results]
-            cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
-            lines.append([f"{kind}, {of_source['passages']} passages of {int(size):,} tokens", *cells])
-    for distance, of_source in first["far"].items():
-        for kind in of_source:
-            found = [row["far"][distance][kind] for row in results]
-            cells = [f"{x['exact']:.2f} ({_range(x['interval'])})" for x in found]
-            lines.append([f"{kind}, {found[0]['questions']} at least {int(distance):,} tokens back", *cells])
-    header = " | ".join(["", *(f"`{row['model']}`" for row in results)])
-    return with_sources(header, lines, "quality/quality.json", "quality/perplexity.json")
-
-
-def _perplexity(row: dict) -> str:
-    of_source = f": {row['ratio']:.3f} ({_range(row['interval'])}) of the source's" if row["ratio"] != 1 else ""
-    return f"{row['value']:.2f}{of_source}"
+    for size, of_source in first["perplexity"].items():
+        found = [row["perplexity"][size] for row in others]
+        cells = [f"{x['ratio']:.3f} ({_range(x['interval'])}), {x['blocks']} blocks" for x in found]
+        title = f"perplexity in blocks of {int(size):,} tokens, as a ratio to the source's"
+        lines.append([title, f"{of_source['value']:.2f}, {of_source['blocks']} blocks", *cells])
+    for key, title in (("retrieval", "in {:,} tokens"), ("far", "at least {:,} tokens back")):
+        for size, of_source in first[key].items():
+            for kind in [kind for kind in of_source if kind != "passages"]:
+                found = [row[key][size] for row in rows]
+                counts = [x["passages"] if "passages" in x else x[kind]["questions"] for x in found]
+                cells = [
+                    f"{round(x[kind]['exact'] * count)} of {count} ({_range(x[kind]['interval'], 2)})"
+                    for x, count in zip(found, counts)
+                ]
+                lines.append([f"{kind}, {title.format(int(size))}", *cells])
+    return with_sources(" | ".join(["", *(f"`{row['model']}`" for row in rows)]), lines, "quality/quality.json")
 
 
 def cache_methods() -> str:
@@ -210,8 +204,8 @@ def ruler() -> str:
     return with_sources(" | ".join(["task", *(f"`{model}`" for model in models)]), lines, "quality/ruler.json")
 
 
-def _range(interval: list[float]) -> str:
-    return f"{interval[0]:.3f} to {interval[1]:.3f}"
+def _range(interval: list[float], digits: int = 3) -> str:
+    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
 
 
 def growth() -> str:

@@ -94,16 +94,45 @@ def prose(text):
     return re.sub(r"<!-- table: .*?<!-- end -->|<picture>.*?</picture>|```.*?```", "", text, flags=re.DOTALL)
 
 
-def perplexities():
-    """The rows of the source, the conversion and the healed model on all tokens, made anew from every block."""
-    result = json.loads(read("benchmarks/results/quality/perplexity.json"))
-    names = [row["model"] for row in result["rows"]]
+KINDS = ("literal", "paraphrased", "one of several")
+
+
+def quality_rows():
+    """The rows of the converted models by name, without the beginning that they share."""
+    rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
+    return {row["model"].removeprefix("smollm2").removeprefix("-ls"): row for row in rows}
+
+
+def measured(*models, file="quality.jsonl"):
+    """What was measured of some models, as `quality.summarize` takes it: the blocks and passages that all have."""
+    lines = [json.loads(line) for line in read(f"benchmarks/results/quality/{file}").splitlines()]
+    found = {(x["model"], x["kind"], x["size"], x["index"]): x for x in lines if x["model"] in models}
+    common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
+    return {key: item for key, item in found.items() if key[1:] in common}
+
+
+def answered(found, model, distance):
+    """How many numbers at least `distance` tokens back a model found, and how many there are, by kind of question."""
+    items = [item for key, item in found.items() if key[:2] == (model, "retrieval")]
+    far = [[all(x["right"][kind]) for x in items if x["distances"][kind] >= distance] for kind in KINDS]
+    return [sum(answers) for answers in far], [len(answers) for answers in far]
+
+
+def ratios_of(row):
+    """The perplexities as ratios to the source's, as the pages write them."""
+    return [f"{row['perplexity'][size]['ratio']:.3f}" for size in ("2048", "8192")]
+
+
+def test_the_qualities_follow_from_every_block_and_passage():
+    result = json.loads(read("benchmarks/results/quality/quality.json"))
     lines = [json.loads(line) for line in read("benchmarks/results/quality/quality.jsonl").splitlines()]
-    blocks = {(x["model"], x["kind"], x["size"], x["index"]): x for x in lines if x["kind"] == "perplexity"}
-    rows = quality.summarize(names, blocks)
-    assert [row["perplexity"] for row in rows] == [row["perplexity"] for row in result["rows"]]
-    assert names == ["smollm2.gguf", "smollm2-ls", "smollm2-ls-healed"]
-    return rows
+    found = {(x["model"], x["kind"], x["size"], x["index"]): x for x in lines}
+    assert len(found) == len(lines)
+    rows = quality.summarize([row["model"] for row in result["rows"]], found)
+    assert json.loads(json.dumps(rows)) == result["rows"]
+    for row in rows:
+        counts = {x["passages"] for x in row["retrieval"].values()}
+        assert (counts == {100}) == (row["model"] in ("smollm2.gguf", "smollm2-ls", "smollm2-ls-35"))
 
 
 def test_numbers_at_the_top_are_those_of_the_results():
@@ -113,15 +142,19 @@ def test_numbers_at_the_top_are_those_of_the_results():
     window = int(re.search(r"others see\s+(\d+) tokens", report)[1])
     cache = (kept + (total - kept) * window / 8192) / total
     assert f"**{cache:.0%} of the KV cache**" in top and "at 8,192 tokens" in top
-    source, converted, _, _, larger, _ = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    of_source, perplexity, _ = (row["perplexity"]["8192"] for row in perplexities())
+    rows = quality_rows()
+    source, converted, larger = (rows[name] for name in (".gguf", "", "-35"))
+    of_source, perplexity, of_larger = (row["perplexity"]["8192"] for row in (source, converted, larger))
     assert perplexity["ratio"] == pytest.approx(perplexity["value"] / of_source["value"])
-    assert perplexity["tokens"] == 25 * 8192
+    assert perplexity["tokens"] == of_larger["tokens"] == 25 * 8192
     more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
     assert re.search(rf"has {more:.1%} more perplexity \([^)]*25 texts, 95% interval: {low:.1%} to {high:.1%}\)", top)
-    more = larger["perplexity"]["8192"]["ratio"] - 1
-    assert larger["perplexity"]["8192"]["tokens"] == 5 * 8192
-    assert f"With 35%, it has {more:.1%} more (five texts), and finds about as many hidden numbers; with 20%," in top
+    names = ("smollm2.gguf", "smollm2-ls", "smollm2-ls-35")
+    found = measured(*names)
+    of_source, fewer, many = (sum(answered(found, name, 1024)[0]) for name in names)
+    numbers = sum(answered(found, names[0], 1024)[1])
+    sentence = f"With 35%, it has {of_larger['ratio'] - 1:.1%} more, and finds {many} of {numbers} hidden numbers, the"
+    assert f"{sentence} original {of_source}; with 20%, {fewer}." in top
     assert larger["cache"]["ratio"] == pytest.approx(0.35, abs=0.005)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
@@ -160,60 +193,64 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     measurements, related, choosing = (
         " ".join(read(f"docs/{page}.md").split()) for page in ("measurements", "related-work", "choosing-heads")
     )
-    rows = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    larger, larger_long = (f"{rows[4]['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192"))
-    _, *of_models = perplexities()
-    assert all(x["tokens"] >= 200_000 for row in of_models for x in row["perplexity"].values())
-    (ours, ours_long), (healed, healed_long) = (
-        [f"{row['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192")] for row in of_models
-    )
-    healing = json.loads(read("benchmarks/results/quality/healing.json"))
-    assert round(healing["train_seconds"] / 3600, 1) == 1.2 and healing["step"] == 110
-    kinds = ("literal", "paraphrased", "one of several")
-    at_8192 = [f"{statistics.fmean(row['retrieval']['8192'][kind]['exact'] for kind in kinds):.2f}" for row in rows]
-    near, far = (
-        [[round(row["far"][n][kind]["questions"] * row["far"][n][kind]["exact"]) for kind in kinds] for row in rows]
-        for n in ("1024", "2048")
-    )
-    total_near, total_far = (sum(rows[0]["far"][n][kind]["questions"] for kind in kinds) for n in ("1024", "2048"))
-    assert f"perplexity is {ours} of the source's in blocks of 2,048 tokens, {healed} healed (" in measurements
-    assert f"healed ({ours_long} and {healed_long} in blocks of 8,192)" in measurements
+    rows = quality_rows()
+    ours, healed, larger, larger_healed = (ratios_of(rows[name]) for name in ("", "-healed", "-35", "-35-healed"))
+    for name in ("", "-healed", "-35"):
+        assert all(x["tokens"] >= 200_000 for x in rows[name]["perplexity"].values())
+    assert f"perplexity is {ours[0]} of the source's in blocks of 2,048 tokens, {healed[0]} healed (" in measurements
+    assert f"healed ({ours[1]} and {healed[1]} in blocks of 8,192)" in measurements
+    names = ("smollm2.gguf", "smollm2-ls", "smollm2-ls-healed", "smollm2-ls-35")
+    found = measured(names[0], names[1], names[3])
+    (source, counts), (converted, _), (of_larger, _) = (answered(found, x, 1024) for x in (*names[:2], names[3]))
     assert (
-        f"of {total_near} numbers at least 1,024 tokens back, the source finds {sum(near[0])} and the conversion "
-        f"{sum(near[1])}, fewer literal ({near[1][0]} instead of {near[0][0]}) and paraphrased ({near[1][1]} instead "
-        f"of {near[0][1]}), more of several ({near[1][2]} instead of {near[0][2]})"
+        f"of {sum(counts)} numbers at least 1,024 tokens back, the source finds {sum(source)} and the conversion "
+        f"{sum(converted)}, fewer literal ({converted[0]} instead of {source[0]}) and paraphrased ({converted[1]} "
+        f"instead of {source[1]}), more of several ({converted[2]} instead of {source[2]})"
     ) in measurements
-    by_kind = "{}, {} and {}".format(*near[3])
-    assert f"Healed, it finds {sum(near[3])} ({by_kind}): the intervals overlap" in measurements
-    for i, j in ((1, 2), (1, 3)):
-        for kind in kinds:
-            one, other = (rows[k]["far"]["1024"][kind]["interval"] for k in (i, j))
-            assert max(one[0], other[0]) <= min(one[1], other[1])
-    lines = [json.loads(line) for line in read("benchmarks/results/quality/quality.jsonl").splitlines()]
-    earlier = sum(
-        all(line["right"][kind])
-        for line in lines
-        if line["model"] == "smollm2-ls-by-outputs-healed" and line["kind"] == "retrieval"
-        for kind in kinds
-        if line["distances"][kind] >= 1024
+    assert f"is {larger[0]} of the source's ({larger[1]} in blocks of 8,192), and {sum(of_larger)}" in measurements
+    assert f"{sum(of_larger)} of the {sum(counts)} numbers are found" in measurements
+    (source, counts), (of_larger, _) = (answered(found, x, 2048) for x in (names[0], names[3]))
+    sentence = (
+        f"Of {sum(counts)} at least 2,048 tokens back, beyond its windows, it finds {sum(of_larger)}, the source"
     )
-    assert f"choice of heads, {sum(near[2])} were found untrained, {earlier} healed." in measurements
-    for n in ("4096", "8192"):
-        for kind in kinds:
-            ours_now, ours_before = (rows[i]["retrieval"][n][kind]["interval"] for i in (1, 2))
-            assert max(ours_now[0], ours_before[0]) <= min(ours_now[1], ours_before[1])
-    assert f"perplexity is {larger} of the source's ({larger_long} in blocks of 8,192)" in measurements
-    found = (
-        f"Of {total_far} numbers at least 2,048 tokens back, beyond its windows, it finds {sum(far[4])}, the source"
-    )
-    assert f"{found} {sum(far[0])}." in measurements
-    # On the front page: "about as many" with 35%, "fewer" with 20%.
-    assert sum(far[4]) == pytest.approx(sum(far[0]), rel=0.1) and sum(far[1]) < sum(far[0])
+    assert f"{sentence} {sum(source)}." in measurements
+    found = measured(*names[:3])
+    (source, counts), (converted, _), (of_healed, _) = (answered(found, name, 1024) for name in names[:3])
     assert (
-        f"perplexity {ours_long} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]} found" in choosing
+        f"paraphrased questions: of {counts[1]}, the source answers {source[1]}, the conversion {converted[1]}, and "
+        f"healed {of_healed[1]}; the others change little."
+    ) in measurements
+    assert all(abs(of_healed[i] - converted[i]) <= 4 for i in (0, 2))  # "little"
+    intervals = [rows[name]["far"]["1024"]["paraphrased"]["interval"] for name in ("", "-healed")]
+    assert intervals[0][1] < intervals[1][0]
+    runs = [json.loads(read(f"benchmarks/results/quality/{name}.json")) for name in ("healing", "healing-two-cores")]
+    assert [run["step"] for run in runs] == [110, 110]
+    seconds = f"{runs[0]['train_seconds']:.0f} seconds"
+    assert (
+        f"It took [{seconds}](" in measurements and f"[{runs[1]['train_seconds'] / 3600:.1f} hours](" in measurements
     )
-    assert f"(0.35 of the cache), {larger_long} (fewer texts) and {at_8192[4]} |" in choosing
-    assert f"20% of the cache at 8,192 tokens, {float(ours_long) - 1:.1%} more perplexity without training" in choosing
+    healing = " ".join(read("docs/healing.md").split())
+    assert f"{runs[1]['train_seconds'] / 60:.0f} minutes on two CPU cores." in healing
+    found = measured("smollm2.gguf", "smollm2-ls-35", "smollm2-ls-35-healed")
+    (untrained, counts), (of_healed, _) = (answered(found, f"smollm2-ls-35{x}", 1024) for x in ("", "-healed"))
+    assert (
+        f"lowers the perplexity in blocks of 8,192 ({larger_healed[1]}), and finds no more numbers: {sum(of_healed)} "
+        f"instead of {sum(untrained)} of {sum(counts)}."
+    ) in measurements
+    names = ("smollm2-ls-by-outputs", "smollm2-ls-by-outputs-healed", "smollm2-ls", "smollm2-ls-healed")
+    earlier = measured(*names, file="quality-earlier.jsonl")
+    before, tuned, now, tuned_now = (sum(answered(earlier, name, 1024)[0]) for name in names)
+    total = sum(answered(earlier, names[0], 1024)[1])
+    assert f"{before} of {total} numbers were found, healed {tuned}; with the present" in measurements
+    assert f"choice, {now} and {tuned_now}." in measurements
+    at_8192 = [
+        f"{statistics.fmean(rows[name]['retrieval']['8192'][kind]['exact'] for kind in KINDS):.2f}"
+        for name in (".gguf", "", "-35")
+    ]
+    assert f"perplexity {ours[1]} times the source's; of numbers hidden in 8,192 tokens, {at_8192[1]}" in choosing
+    assert f"{at_8192[1]} found, by the source {at_8192[0]}." in choosing
+    assert f"(0.35 of the cache), {larger[1]} and {at_8192[2]} |" in choosing
+    assert f"20% of the cache at 8,192 tokens, {float(ours[1]) - 1:.1%} more perplexity without training" in choosing
     methods = json.loads(read("benchmarks/results/quality/cache_methods.json"))
     perplexity = {row["method"]: row["perplexity_ratio"] for row in methods["rows"] if row["method"] != "source"}
     found = {row["method"]: row["exact"] for row in methods["rows"]}
@@ -225,6 +262,10 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"heads {duo}, whole local layers {layers}, compression at most {max(found.values()):.2f}" in related
     assert f"find {layers}, LSGPT {ours}, and healed {tuned}, with the lowest perplexity." in measurements
     assert min(perplexity, key=perplexity.get) == "LSGPT healed"
+    runs = [json.loads(read(f"benchmarks/results/quality/{name}.json")) for name in ("healing", "healing-whole")]
+    assert runs[0]["teacher_perplexity"] == runs[1]["teacher_perplexity"] and runs[1]["step"] == 110
+    (after,) = {f"{run['eval_perplexity']:.1f}" for run in runs}
+    assert f"equal healed LSGPT ({after}); what they find was not measured." in measurements
     assert f"of this conversion, finds {duo}: the intervals overlap" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
@@ -254,43 +295,31 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
 
 def test_figures_of_longer_healing_are_those_of_the_run():
     measurements = " ".join(read("docs/measurements.md").split())
-    lines = [json.loads(line) for line in read("benchmarks/results/quality/quality.jsonl").splitlines()]
-    found = {(line["model"], line["kind"], line["size"], line["index"]): line for line in lines}
-    _, shorter, longer = quality.summarize(["smollm2.gguf", "smollm2-ls-healed", "smollm2-ls-healed-longer"], found)
-    runs = [json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-longer")]
-    hours = sum(run["train_seconds"] for run in runs) / 3600
-    assert f"Longer healing ([{hours:.1f} hours](" in measurements
-    assert f"--max_steps {runs[1]['step']} --max_eval_blocks 4" in measurements
-    before, after = (f"{runs[1][x]:.1f}" for x in ("perplexity_before_training", "eval_perplexity"))
-    assert {x["tokens"] for row in (shorter, longer) for x in row["perplexity"].values()} == {40_960}
-    ratios = " to ".join(
-        "{:.3f} ({:.3f})".format(*(row["perplexity"][n]["ratio"] for n in ("2048", "8192")))
-        for row in (shorter, longer)
-    )
-    own = f"though not on the run's own four blocks ({after} before and after)"
-    assert (
-        f"lowers the perplexity on the first 40,960 tokens from {ratios}, {own}, and" in measurements
-        and before == after
-    )
-    of_shorter, of_longer = (
-        [round(x["questions"] * x["exact"]) for x in row["far"]["1024"].values()] for row in (shorter, longer)
-    )
-    by_kind = "{}, {} and {}".format(*of_longer)
-    assert f"and finds no more numbers: {sum(of_longer)} ({by_kind})." in measurements
-    assert sum(of_longer) <= sum(of_shorter)
+    names = ("smollm2.gguf", "smollm2-ls-healed", "smollm2-ls-healed-longer")
+    found = measured(*names)
+    _, *rows = quality.summarize(list(names), found)
+    ratios = " to ".join("{} ({})".format(*ratios_of(row)) for row in rows)
+    run = json.loads(read("benchmarks/results/quality/healing-longer.json"))
+    assert f"--max_steps {run['step']} --max_eval_blocks 4" in measurements
+    before, after = (f"{run[x]:.1f}" for x in ("perplexity_before_training", "eval_perplexity"))
+    own = f"though not on the run's own ({after} before and after)"
+    assert before == after and f"lowers the perplexity on the same blocks from {ratios}, {own}, and" in measurements
+    (shorter, counts), (longer, _) = (answered(found, name, 1024) for name in names[1:])
+    assert sum(longer) <= sum(shorter)
+    sentence = f"finds no more numbers: {sum(longer)} instead of {sum(shorter)} of {sum(counts)}."
+    assert sentence in measurements
 
 
 def test_figures_of_healing_for_vllm_are_those_of_the_run():
     page = " ".join(read("docs/healing.md").split())
-    *_, healed, _, for_vllm = json.loads(read("benchmarks/results/quality/quality.json"))["rows"]
-    ratios = [[f"{row['perplexity'][n]['ratio']:.3f}" for n in ("2048", "8192")] for row in (healed, for_vllm)]
+    names = ("smollm2.gguf", "smollm2-ls-healed", "smollm2-ls-for-vllm")
+    found = measured(*names)
+    ratios = [ratios_of(row) for row in quality.summarize(list(names), found)[1:]]
     assert f"is {ratios[1][0]} of the source's in blocks of 2,048 tokens and {ratios[1][1]} in blocks of" in page
     assert f"8,192 (healed: {ratios[0][0]} and {ratios[0][1]})" in page
-    found = [
-        sum(round(x["questions"] * x["exact"]) for x in row["far"]["1024"].values()) for row in (healed, for_vllm)
-    ]
-    total = sum(x["questions"] for x in healed["far"]["1024"].values())
-    assert f"{found[1]} of {total} numbers at least 1,024 tokens back (healed: {found[0]})" in page
+    (healed, counts), (for_vllm, _) = (answered(found, name, 1024) for name in names[1:])
+    sentence = f"{sum(for_vllm)} of {sum(counts)} numbers at least 1,024 tokens back (healed: {sum(healed)})"
+    assert sentence in page
     before, run = (json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-for-vllm"))
     ratio = run["eval_perplexity"] / before["eval_perplexity"]
     assert f"is {run['perplexity_before_training']:.1f} at first and {run['eval_perplexity']:.1f} after these" in page
