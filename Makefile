@@ -8,6 +8,10 @@ RUN = $(VENV)/bin/python -m
 # `--no-compile`: Python compiles modules when they are first imported, and most of them never are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 
+# Bytecode is kept even where the environment forbids it: each of the tests' many processes would compile all of the
+# modules again that it imports, which takes longer than most of what they test.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help demo test test-floor test-serving test-serving-next test-pretrained test-gpu lint docs release-check
 
 help:  ## Show this list

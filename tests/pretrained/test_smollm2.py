@@ -107,7 +107,8 @@ def test_soft_grpo_trains_it(source):
     assert not torch.equal(after, before)
 
 
-def test_the_commands_of_the_page(source, capsys):
+def test_the_commands_of_the_page(source, monkeypatch, capsys):
+    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (1840, 1840))  # two windows: half the work
     run("convert", "--max-blocks", "1")
     config = AutoModelForCausalLM.from_pretrained("runs/smollm2-ls").config
     assert sum(config.num_global_heads_per_layer) == 27 and config.sliding_window == 910
