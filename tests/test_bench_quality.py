@@ -85,6 +85,12 @@ def test_figures(folder, monkeypatch, capsys):
     ratio = ours["perplexity"]["300"]["value"] / found["value"]
     assert ours["perplexity"]["300"]["ratio"] == pytest.approx(ratio)
 
+    items = map(json.loads, (folder / "out" / "q.jsonl").read_text().splitlines())
+    measured = [x["loss"] / 299 for x in items if (x["model"], x["kind"]) == ("source", "perplexity")]
+    # In random order, so that a part of them is a sample of the text.
+    assert sorted(measured) == pytest.approx(sorted(losses.tolist()), rel=1e-5)
+    assert measured != pytest.approx(losses.tolist(), rel=1e-5)
+
     passages = make_passages(tokenizer, text, 600, 3, 64, seed=2)
     right = [[all(answer) for answer in ask(model, passage)] for passage in passages]
     kinds = source["retrieval"]["600"]
@@ -155,6 +161,20 @@ def test_intervals():
     _, ours = quality.summarize(list(losses), found)
     half = 4.303 / math.sqrt(3)
     assert ours["perplexity"]["11"]["interval"] == pytest.approx([math.exp(2 - half), math.exp(2 + half)], rel=1e-3)
+
+
+def test_models_are_compared_with_the_source_on_what_both_have():
+    """Of the second, one block is still missing; of the third, one that the source lacks has been measured."""
+    losses = {"source": {0: 1, 1: 2, 2: 3}, "second": {0: 2, 1: 4}, "third": {0: 2, 1: 3, 2: 4, 3: 9}}
+    found = {
+        (name, "perplexity", 11, i): {"loss": 10 * x, "losses": [10 * x]}
+        for name, blocks in losses.items()
+        for i, x in blocks.items()
+    }
+    rows = [row["perplexity"]["11"] for row in quality.summarize(list(losses), found)]
+    assert [row["blocks"] for row in rows] == [3, 2, 3]
+    assert [row["ratio"] for row in rows] == pytest.approx([1.0, math.exp(1.5), math.e])
+    assert [row["value"] for row in rows] == pytest.approx([math.exp(2), math.exp(3), math.exp(3)])
 
 
 def test_numbers_far_back():

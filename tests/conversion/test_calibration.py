@@ -412,7 +412,7 @@ def test_all_of_the_text_is_measured(gpt2, monkeypatch):
     """A block has whole pieces, and the report's number of tokens is that of the pieces."""
     model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
     tokenizer, pieces = AutoTokenizer.from_pretrained(gpt2 / "model"), []
-    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (24, 48))
+    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (20, 48))  # four windows lie between
     monkeypatch.setattr(
         "lsgpt.conversion.calibration.measure_changes", lambda *x: pieces.extend(x[1]) or measure_changes(*x)
     )

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import lsgpt_cli
-from lsgpt.conversion import convert, convert_pretrained, load_pretrained, shards, with_global_heads
+from lsgpt.conversion import budget_heads, convert, convert_pretrained, load_pretrained, shards, with_global_heads
 from lsgpt.model_cards import make_card
 from lsgpt.training import train_tokenizer
 
@@ -274,6 +274,22 @@ def test_what_belongs_to_the_source_comes_along(llama, tmp_path, capsys):
     assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/base"}
     card = make_card(tmp_path / "out")
     assert (card.data.license, card.data.base_model) == ("llama3.2", "someone/base")
+
+
+def test_by_default_a_fifth_of_the_cache_stays_and_four_blocks_are_measured(tmp_path, monkeypatch):
+    make_source(vocab_size=300, num_hidden_layers=8).save_pretrained(tmp_path / "source")
+    make_tokenizer().save_pretrained(tmp_path / "source")
+    given = []
+
+    def calibrate(model, tokenizer, text, *options):
+        given.append((model.config, text, *options))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(sys.modules[convert.__module__], "calibrate", calibrate)
+    with pytest.raises(ValueError, match="enough"):
+        convert(tmp_path / "source", tmp_path / "out", text="stdlib")
+    ((config, *options),) = given
+    assert options == ["stdlib", *budget_heads(config, 0.2), "overall", 4]
 
 
 def test_converted_from_memory_it_computes_what_it_does_from_a_folder(llama, tmp_path):

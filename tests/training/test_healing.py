@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,7 +241,22 @@ def test_teacher_of_another_kind(folder):
     torch.testing.assert_close(of_lengths, alone[:1])
     torch.testing.assert_close(logits, alone)
     in_bfloat16 = parse_arguments(overrides=["--use_cpu=true", "--bf16=true"]).training
-    assert (teacher.dtype, load_teacher(str(folder / "gpt2"), in_bfloat16).dtype) == (torch.float32, torch.bfloat16)
+    in_float16 = SimpleNamespace(mixed_precision="fp16", device="cpu")  # which trains on GPUs only
+    half = [load_teacher(str(folder / "gpt2"), args).dtype for args in (in_bfloat16, in_float16)]
+    assert [teacher.dtype, *half] == [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("field", ["attention_sinks", "use_bias", "qk_norm"])
+def test_weights_that_a_checkpoint_may_lack(folder, tmp_path, field):
+    """They begin as those of a new model: sinks and biases are zeros, and the scales of norms are ones."""
+    config = LSGPTConfig(**{**STUDENT, "attention_sinks": False, "use_bias": False})
+    LSGPTForCausalLM(config).save_pretrained(tmp_path / "bare")
+    AutoTokenizer.from_pretrained("runs/smollm2").save_pretrained(tmp_path / "bare")
+    fields = {"model_name_or_path": tmp_path / "bare", "output_dir": tmp_path / "run"}
+    model = build_trainer(arguments_of(**fields, config_overrides=f"{{{field}: true}}")).model
+    before = load_file(tmp_path / "bare" / "model.safetensors").keys()
+    new = {name: x for name, x in model.state_dict().items() if name not in before and "lm_head" not in name}
+    assert new and all((x == float(field == "qk_norm")).all() for x in new.values())
 
 
 def test_teacher_in_a_gguf_file(folder, tmp_path):

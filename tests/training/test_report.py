@@ -10,6 +10,8 @@ import yaml
 from matplotlib.image import imread
 
 from lsgpt.training import RunResult, plot_max_logits, write_report
+from lsgpt.training.data import train_tokenizer
+from lsgpt.training.train import generate_sample
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 from lsgpt.utilities.plots import average_in_bins, plot_curves
 
@@ -28,6 +30,13 @@ RESULT = RunResult(
     train_seconds=3.0,
     loss_by_position=[5.0, 4.0, math.nan, 2.0],
 )
+
+
+def test_a_sample_ends_with_the_positions_of_the_model(tiny_model):
+    tokenizer = train_tokenizer([], vocab_size=258)
+    model = tiny_model(vocab_size=258, max_position_embeddings=24, position_embedding_type="rope", eos_token_id=None)
+    sample = generate_sample(model, tokenizer, "def f")
+    assert sample.startswith("def f") and len(sample) <= 24
 
 
 def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):

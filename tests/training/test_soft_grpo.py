@@ -110,6 +110,8 @@ def test_first_ratio_is_one(build, name):
     trainer = build(name, steps_per_generation=2, top_p=1.0)
     inputs = trainer._generate_and_score_completions(rows_of())
     assert inputs["is_soft"].any() and (inputs["prompt_mask"] == 0).any()
+    (thinking,) = trainer._metrics["train"]["completions/mean_thinking_length"]
+    assert thinking == pytest.approx(inputs["is_soft"].sum(-1).float().mean().item())
     log_probs, _ = score(trainer, inputs)
     assert log_probs.requires_grad
     ratio = (log_probs - inputs["old_per_token_logps"]).exp()
