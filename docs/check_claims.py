@@ -74,8 +74,12 @@ def results(study: str) -> dict[str, dict[int, dict]]:
 @cache
 def lines_of(study: str, name: str = "runs") -> list[dict]:
     """The lines of a study's file of runs."""
-    text = (ROOT / "studies" / "results" / study / f"{name}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return read_lines(f"studies/results/{study}/{name}.jsonl")
+
+
+def read_lines(file: str) -> list[dict]:
+    """The lines of a JSONL file in the project."""
+    return [json.loads(line) for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
 
 
 def column(study: str, arm: str, key: str | Callable[[dict], float | None] = "eval_loss") -> BY_SEED:
@@ -199,9 +203,9 @@ def fitted(key: str, length: int) -> Callable[[dict], float | None]:
 
 
 def books(first: str, second: str) -> BY_SEED:
-    """The difference in loss between two arms of the comparison of 2.3M parameters, whose seeds are in order."""
-    arms = json.loads((ROOT / "benchmarks/results/books/results.json").read_text(encoding="utf-8"))
-    return {i: a["eval_loss"] - b["eval_loss"] for i, (a, b) in enumerate(zip(arms[first], arms[second]))}
+    """The difference in loss between two arms of the comparison of 2.3M parameters, by seed."""
+    lines = read_lines("benchmarks/results/books/runs.jsonl")
+    return minus(*({x["seed"]: x["values"]["eval_loss"] for x in lines if x["arm"] == arm} for arm in (first, second)))
 
 
 def distance(arm: str, remedy: str = "plain", weights: str = "raw", where: str = "beyond") -> BY_SEED:

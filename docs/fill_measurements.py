@@ -67,15 +67,8 @@ def read_ratios(folder: str) -> dict:
 def with_sources(header: str, rows: list[list], *files: str) -> str:
     """A Markdown table of `rows`, and a line with the `files` that it is made from."""
     head = [column.strip() for column in header.split("|")]
-    return f"{table(rows, head)}\n\nFrom {', '.join(map(describe_source, files))}."
-
-
-def describe_source(name: str) -> str:
-    """A link to a file of results, and what it does not record."""
-    result = read(name)
-    known = {"command": "command" in result, "commit": "commit" in result.get("environment", {})}
-    lost = " or ".join(what for what, is_known in known.items() if not is_known)
-    return f"[{name}](../benchmarks/results/{name})" + f" (no {lost} recorded)" * bool(lost)
+    links = (f"[{name}](../benchmarks/results/{name})" for name in files)
+    return f"{table(rows, head)}\n\nFrom {', '.join(links)}."
 
 
 def with_spread(x: dict | None, digits: int = 2) -> str:
@@ -308,17 +301,18 @@ def telemetry() -> str:
 
 def books() -> str:
     """The comparison on books."""
-    result = read("books/results.json")
+    lines = [json.loads(line) for line in (RESULTS / "books" / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = []
-    for arm, runs in result.get("arms", result).items():
-        finished = [run for run in runs if run["status"] == "finished"]
+    for arm in dict.fromkeys(line["arm"] for line in lines):
+        runs = [line["values"] for line in lines if line["arm"] == arm]
+        finished = [run for run in runs if not run["diverged"]]
         cells = []
         for key, digits in (("eval_perplexity", 2), ("eval_bits_per_byte", 4), ("max_logit", 1)):
             values = [run[key] for run in finished]
             cells.append(f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
         rows.append([f"`{arm}`", *cells, f"{len(runs) - len(finished)} of {len(runs)}"])
     header = "arm | validation perplexity | bits per byte | largest logit | diverged"
-    return with_sources(header, rows, "books/results.json")
+    return with_sources(header, rows, "books/runs.jsonl")
 
 
 def front_page() -> str:

@@ -1,6 +1,7 @@
 """Benchmarks run, at a size that takes seconds, and refuse to time what does not compute the right thing."""
 
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -97,6 +98,18 @@ def test_pages_show_the_committed_results():
         assert page.count("<!-- table: ") == page.count("<!-- end -->") > 0
         assert script["fill"](page) == page, "run `python docs/fill_measurements.py`"
     assert "".join(pages).count("<!-- table: ") == len(script["TABLES"])
+
+
+def test_tables_come_from_results_that_name_their_command_and_commit():
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "measurements.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]*)\)", "".join(re.findall("^From .*$", page, re.MULTILINE)))
+    assert len(links) > 15
+    for link in set(links):
+        text = (docs / link).read_text(encoding="utf-8")
+        results = [json.loads(part) for part in (text.splitlines() if link.endswith(".jsonl") else [text])]
+        assert all(re.fullmatch("[0-9a-f]{40}", result["environment"]["commit"]) for result in results), link
+        assert link.endswith(".jsonl") or all(result["command"] for result in results), link
 
 
 def test_pictures_are_those_of_the_results(tmp_path):

@@ -265,8 +265,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     runs = [json.loads(read(f"benchmarks/results/quality/{name}.json")) for name in ("healing", "healing-whole")]
     assert runs[0]["teacher_perplexity"] == runs[1]["teacher_perplexity"] and runs[1]["step"] == 110
     (after,) = {f"{run['eval_perplexity']:.1f}" for run in runs}
-    assert f"equal healed LSGPT ({after}); what they find was not measured." in measurements
-    assert f"of this conversion, finds {duo}: the intervals overlap" in measurements
+    assert f"have the perplexity of healed LSGPT ({after}); what they find was not measured." in measurements
+    assert f"this conversion's heads and window, finds {duo}: the intervals overlap" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
     highest = [max(found.values())]
