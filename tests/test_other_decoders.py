@@ -44,7 +44,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.models.llama import modeling_llama
 
 from lsgpt import LSGPTForCausalLM, MaxLogits, measure_max_logits
-from lsgpt.telemetry import StandIn
+from lsgpt.telemetry import StandIn, max_logits_of_call
 from lsgpt.training import LogitTelemetryCallback, qk_clip, train_tokenizer
 
 
@@ -245,6 +245,19 @@ def test_engines_without_masks(flash_like, kind):
     if kind == "lengths":
         packed = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 4, 19, 30], dtype=torch.int32)}
     close(measure_max_logits(model, **packed), torch.stack(parts).amax(0))
+
+
+def test_empty_slots_of_a_static_cache_do_not_count():
+    """Without a mask, `sdpa` sees as many keys as there are queries, and FlashAttention as many as its mask has."""
+    module = nn.Module()
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    key[:, :, 5:] = 100 * query[:, :, 4:]  # the largest logits by far, if somebody saw them
+    expected = max_logits_of_call("sdpa", module, query, key[:, :, :5], None)
+    close(max_logits_of_call("sdpa", module, query, key, None), expected)
+    padding = torch.ones(1, 5, dtype=torch.long)
+    close(max_logits_of_call("flash_attention_2", module, query, key, None, padding), expected)
+    with pytest.raises(ValueError, match="cannot be measured with a paged cache, because Module does not have its"):
+        max_logits_of_call("sdpa", module, query, key, None, cache=object())
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
