@@ -195,20 +195,21 @@ def _count(pairs: list[tuple[dict, dict]], distance: int = 0) -> dict[str, dict]
 
 
 def format_rows(rows: list[dict]) -> str:
-    """Formats the summary as a table, with the ratios to the source in brackets."""
+    """Formats the summary as a table, with the ratios to the source in brackets, and `-` for what is not measured."""
     kinds = {question for row in rows for values in row["retrieval"].values() for question in values} - {"passages"}
+    sizes, lengths = rows[0]["perplexity"], rows[0]["retrieval"]  # the source has all that others have
     lines = []
     for row in rows:
         name, cache = row["model"], row.get("cache")
         line = [name, f"{cache['ratio']:.3f}" if cache else ""]
-        line.append(", ".join(f"{x['value']:.2f} ({x['ratio']:.3f})" for x in row["perplexity"].values()))
+        found = [row["perplexity"].get(size) for size in sizes]
+        line.append(", ".join(f"{x['value']:.2f} ({x['ratio']:.3f})" if x else "-" for x in found))
+        found = [row["retrieval"].get(length) for length in lengths]
         for kind in sorted(kinds):
-            line.append(", ".join(f"{x[kind]['exact']:.2f}" for x in row["retrieval"].values()))
+            line.append(", ".join(f"{x[kind]['exact']:.2f}" if x else "-" for x in found))
         lines.append(line)
-    sizes = ", ".join(rows[0]["perplexity"]), ", ".join(rows[0]["retrieval"])
-    return table(
-        lines, ["model", "cache", f"perplexity at {sizes[0]}", *(f"{kind} at {sizes[1]}" for kind in sorted(kinds))]
-    )
+    at_lengths = [f"{kind} at {', '.join(lengths)}" for kind in sorted(kinds)]
+    return table(lines, ["model", "cache", f"perplexity at {', '.join(sizes)}", *at_lengths])
 
 
 def _read(path: Path, identity: str) -> dict[tuple, dict]:
@@ -293,7 +294,8 @@ def main(arguments: list[str]):
     with raw.open("a", encoding="utf-8") as file:
         for name, part in _missing(options.models, tasks, found):
             model = load(name)
-            weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+            # On the CPU, whose sums are not those of a GPU: a run may go on where there is none.
+            weights = sum(parameter.cpu().double().sum().item() for parameter in model.parameters())
             if any(key[0] == name and item["weights"] != weights for key, item in found.items()):
                 raise ValueError(
                     f"`--output` must be new for a model whose weights have changed; {str(raw)!r} has measurements of "

@@ -178,6 +178,23 @@ def test_models_are_compared_with_the_source_on_what_both_have():
     assert [row["value"] for row in rows] == pytest.approx([math.exp(2), math.exp(3), math.exp(3)])
 
 
+def test_a_table_shows_what_has_not_been_measured():
+    """A run that was stopped: every figure stands under its size, and what is missing is a dash."""
+    source, ours = {"value": 9.0, "ratio": 1.0}, {"value": 18.0, "ratio": 2.0}
+    rows = [
+        {"model": "source", "perplexity": {"11": source, "22": source}, "retrieval": {"8": {"k": {"exact": 1.0}}}},
+        {"model": "ours", "perplexity": {"22": ours}, "retrieval": {}},
+        {"model": "later", "perplexity": {}, "retrieval": {}},
+    ]
+    lines = quality.format_rows(rows).splitlines()
+    assert lines[0] == "| model | cache | perplexity at 11, 22 | k at 8 |"
+    assert lines[2:] == [
+        "| source |  | 9.00 (1.000), 9.00 (1.000) | 1.00 |",
+        "| ours |  | -, 18.00 (2.000) | - |",
+        "| later |  | -, - | - |",
+    ]
+
+
 def test_numbers_far_back():
     """The same answers by how far back the number is; a passage where nothing is far back counts nowhere."""
     correct = {
