@@ -153,8 +153,10 @@ def test_numbers_at_the_top_are_those_of_the_results():
     found = measured(*names)
     of_source, fewer, many = (sum(answered(found, name, 1024)[0]) for name in names)
     numbers = sum(answered(found, names[0], 1024)[1])
-    sentence = f"With 35%, it has {of_larger['ratio'] - 1:.1%} more, and finds {many} of {numbers} hidden numbers, the"
-    assert f"{sentence} original {of_source}; with 20%, {fewer}." in top
+    assert (
+        f"With 35%, it has {of_larger['ratio'] - 1:.1%} more, and finds {many} of {numbers} numbers hidden at least "
+        f"1,024 tokens back, the original {of_source}; with 20%, {fewer}."
+    ) in top
     assert larger["cache"]["ratio"] == pytest.approx(0.35, abs=0.005)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]
     (ratio,) = (
