@@ -215,6 +215,29 @@ def test_models_are_compared_without_dropout(tmp_path):
     assert config.resid_dropout == config.attention_dropout == config.embd_dropout == 0
 
 
+def test_training_on_long_rows_is_timed_on_a_cpu_only_if_it_is_asked_for(tmp_path, monkeypatch):
+    """It takes minutes a step."""
+    timed = []
+
+    def record(name, shape, *others):
+        timed.append((name, shape.length))
+        return {"benchmark": name, "length": shape.length, "ratios": []}
+
+    monkeypatch.setattr(suite, "run", record)
+    monkeypatch.setattr(suite, "print_row", lambda row: None)
+    monkeypatch.setattr(suite, "save", lambda *args: None)
+    command = ["bench", "train", "prefill", "--device", "cpu", "--output"]
+    assert lsgpt_cli.main([*command, str(tmp_path / "default")]) == 0
+    assert lsgpt_cli.main([*command, str(tmp_path / "asked"), "--lengths", "16384"]) == 0
+    assert timed == [
+        *(("train", length) for length in suite.LENGTHS if length <= 8192),
+        *(("prefill", length) for length in suite.LENGTHS),
+        ("train", 16384),
+        ("prefill", 16384),
+    ]
+    assert max(suite.LENGTHS) > 8192
+
+
 @pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality", "split"])
 def test_other_measurements_get_their_own_options(name, monkeypatch):
     got = []

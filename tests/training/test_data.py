@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from lsgpt.configuration import load_preset
 from lsgpt.training import (
     LSGPTTrainer,
     collate_blocks,
@@ -18,7 +19,9 @@ from lsgpt.training import (
     tokenize,
     train_tokenizer,
 )
+from lsgpt.training.arguments import DataArguments
 from lsgpt.training.data import Passes, _is_held_out, first_characters, load_stdlib
+from lsgpt.training.train import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +130,15 @@ def test_tokenizer_is_lossless_and_repeatable(documents, algorithm):
     if algorithm == "bpe":  # `tokenizers` numbers the tokens of Unigram anew each time
         assert train_tokenizer(documents["train"]["text"], 500).get_vocab() == tokenizer.get_vocab()
     assert type(tokenizer.backend_tokenizer.model).__name__.lower() == algorithm
+
+
+def test_a_tokenizer_is_trained_on_20_million_characters(monkeypatch):
+    """The first ones: with more, training it would take longer than many a model."""
+    seen = []
+    monkeypatch.setattr("lsgpt.training.train.train_tokenizer", lambda texts, *others: seen.extend(map(len, texts)))
+    documents = {"train": [{"text": "x" * 15_000_000}, {"text": "y" * 15_000_000}, {"text": "z"}]}
+    make_tokenizer(DataArguments(dataset_name="texts"), load_preset("demo"), documents)
+    assert seen == [15_000_000, 5_000_000]
 
 
 def test_padding_is_not_the_end_of_text(tokenizer):

@@ -475,6 +475,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(printed_runs, tmp_path, nam
     assert lsgpt_cli.main(["train", "--resume_from_checkpoint", str(killed)]) == 0
     assert all(torch.equal(weight, weights_of(killed)[name]) for name, weight in weights_of(whole).items())
     assert losses_of(killed) == losses_of(whole) and len(losses_of(whole)) == 20
+    evaluated = [
+        [(log["step"], log["eval_loss"]) for log in read_metrics(folder / "metrics.jsonl") if "eval_loss" in log]
+        for folder in (whole, killed)
+    ]
+    assert evaluated[0] == evaluated[1] and evaluated[0][0][0] == 0  # before the training, but not before going on
     results = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in (whole, killed)]
     for field in ("perplexity_before_training", "teacher_perplexity", "eval_perplexity"):
         assert results[0][field] == results[1][field] > 1

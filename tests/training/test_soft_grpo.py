@@ -4,7 +4,9 @@ import importlib.util
 import math
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +335,23 @@ def test_other_arguments_are_refused(tmp_path, tokenizer):
             processing_class=tokenizer,
             rollout_func=print,
         )
+
+
+@pytest.mark.parametrize(("how", "is_refused"), [("fsdp", True), ("zero 3", True), ("zero 2", False)])
+def test_sharded_embeddings_are_refused(build, monkeypatch, how, is_refused):
+    """The trainer only believes that it shards: a single process does not."""
+    init = GRPOTrainer.__init__
+
+    def sharded(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if how == "fsdp":
+            self.is_fsdp_enabled = True
+        else:
+            self.args.deepspeed_plugin = SimpleNamespace(zero_stage=int(how[-1]))
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", sharded)
+    with pytest.raises(ValueError, match="weights cannot be sharded") if is_refused else nullcontext():
+        build("lsgpt")
 
 
 def test_trl_is_named_when_it_is_missing(monkeypatch):

@@ -121,7 +121,7 @@ def train(folder: str | Path, kind: str):
         perplexity = measure_perplexity(trainer.teacher, blocks, args)
     assert trainer.accelerator.num_processes == args.world_size == processes
     if kind == "bad" and args.process_index == processes - 1:
-        model.model.layers[1].mlp.down_proj.register_forward_hook(
+        model.model.layers[0].mlp.down_proj.register_forward_hook(
             lambda module, inputs, output: output * (float("inf") if trainer.state.global_step == 2 else 1.0)
         )
     if kind == "signal":
