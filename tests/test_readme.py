@@ -103,9 +103,9 @@ def quality_rows():
     return {row["model"].removeprefix("smollm2").removeprefix("-ls"): row for row in rows}
 
 
-def measured(*models, file="quality.jsonl"):
+def measured(*models, files=("quality.jsonl",)):
     """What was measured of some models, as `quality.summarize` takes it: the blocks and passages that all have."""
-    lines = [json.loads(line) for line in read(f"benchmarks/results/quality/{file}").splitlines()]
+    lines = [json.loads(line) for file in files for line in read(f"benchmarks/results/quality/{file}").splitlines()]
     found = {(x["model"], x["kind"], x["size"], x["index"]): x for x in lines if x["model"] in models}
     common = set.intersection(*({key[1:] for key in found if key[0] == model} for model in models))
     return {key: item for key, item in found.items() if key[1:] in common}
@@ -240,7 +240,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         f"instead of {sum(untrained)} of {sum(counts)}."
     ) in measurements
     names = ("smollm2-ls-by-outputs", "smollm2-ls-by-outputs-healed", "smollm2-ls", "smollm2-ls-healed")
-    earlier = measured(*names, file="quality-earlier.jsonl")
+    earlier = measured(*names, files=("quality-earlier.jsonl",))
     before, tuned, now, tuned_now = (sum(answered(earlier, name, 1024)[0]) for name in names)
     total = sum(answered(earlier, names[0], 1024)[1])
     assert f"{before} of {total} numbers were found, healed {tuned}; with the present" in measurements
@@ -269,7 +269,12 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert {run["step"] for run in runs} == {110}  # what is compared
     one, other = intervals["LSGPT healed"], intervals["whole layers healed"]
     assert max(one[0], other[0]) <= min(one[1], other[1])
-    assert f"this conversion's heads and window, finds {duo}: the intervals overlap" in measurements
+    same = measured("smollm2-ls-healed", "smollm2-whole-healed", files=("quality.jsonl", "quality-whole.jsonl"))
+    of_each = [answered(same, f"smollm2-{name}-healed", 0) for name in ("whole", "ls")]
+    (of_layers, total), (of_heads, _) = (map(sum, numbers) for numbers in of_each)
+    assert f"Of {total} numbers in" in measurements and len(same) == 2 * 88
+    assert f"they find {of_layers}, healed LSGPT {of_heads}." in measurements
+    assert f"this conversion's heads and window, finds {duo} (intervals overlap)" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
     highest = [max(found.values())]
@@ -277,7 +282,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         (
             10,
             "LSGPT",
-            "finds {LSGPT}, DuoAttention {DuoAttention}, whole layers {whole layers} (the first",
+            "finds {LSGPT}, DuoAttention {DuoAttention} (intervals overlap), whole layers {whole layers}.",
         ),
         (35, "DuoAttention", "finds {DuoAttention}, LSGPT {LSGPT}, whole layers {whole layers}."),
         (50, "DuoAttention", "finds {DuoAttention}, LSGPT {LSGPT}, whole layers {whole layers}."),
