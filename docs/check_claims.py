@@ -435,7 +435,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(
             README,
-            "After an hour of one core (single runs), it leads by {}, models without global heads by {}.\n-",
+            "After an hour of one core (single runs), it is {}; without global heads, {}.\n-",
             *(decimal(loss["mhsa"] - loss[arm], 2) for arm in ("ls", "local-only")),
         ),
     ]

@@ -200,6 +200,7 @@ def write_report(study: Study, folder: str | Path) -> Path:
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
     counts = " or ".join(map(str, sorted({len(of_arm) for of_arm in runs.values()})))
+    counts += " seed" if counts == "1" else " seeds"
     # A run that was trained on another machine has as `seconds` those of its measuring alone.
     seconds = format_duration(sum(max(x["seconds"], x["values"].get("train_seconds") or 0) for x in lines))
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
@@ -228,7 +229,7 @@ arm and none of the other. A claim stays open as long as its runs are missing.
 
 {study.protocol}{changes}
 
-{len(lines)}{wanted} runs: {len(runs)} arms with {counts} seeds each; {seconds} of computing in total.
+{len(lines)}{wanted} runs: {len(runs)} arms with {counts} each; {seconds} of computing in total.
 Tables show means ± sample standard deviations over seeds.{again}
 
 ## Results

@@ -74,8 +74,8 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("README.md", "465 and 35", "465 and 45"),
         ("docs/choosing-heads.md", "highest with 6 (4.68)", "highest with 6 (4.58)"),
         ("docs/choosing-heads.md", "3.21 with none", "3.12 with none"),
-        ("README.md", "leads by 0.29", "leads by 0.39"),
-        ("README.md", "global heads by 0.31", "global heads by 0.21"),
+        ("README.md", "it is 0.29", "it is 0.39"),
+        ("README.md", "global heads, 0.31", "global heads, 0.21"),
     ],
 )
 def test_a_figure_that_was_changed_is_found(check_claims, copy, page, text, change):
