@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.integrations import get_available_reporting_integrations
+from transformers.utils import logging
 
 from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_preset, load_recipe, read_yaml
 from lsgpt.utilities import suggest
@@ -22,6 +23,9 @@ from lsgpt.utilities import suggest
 from .averaging import AVERAGES, check_updates, read_averaging
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -216,13 +220,20 @@ def parse_arguments(
     if recipe is None:
         checkpoint = _parse_command_line(parser, overrides).resume_from_checkpoint
         recipe = _recipe_of_run(checkpoint) if checkpoint else "demo"
-    parser.set_defaults(**_read_recipe(recipe))
+    values = _read_recipe(recipe)
+    parser.set_defaults(**values)
     given = _parse_command_line(parser, overrides)
     if given.model_name_or_path and any(argument.split("=")[0] == "--preset" for argument in overrides):
         raise ValueError(
             "`preset` must not be given with `model_name_or_path`, whose shape the model has; got "
             f"{given.preset!r} and {given.model_name_or_path!r}"
         )
+    if given.model_name_or_path:
+        if values.get("preset"):
+            logger.warning(
+                f"`preset: {given.preset}` of the recipe is not used: `model_name_or_path` defines the model's shape"
+            )
+        given.preset = None
     checkpoint = given.resume_from_checkpoint and find_checkpoint(given.resume_from_checkpoint)
     given.resume_from_checkpoint = checkpoint and str(checkpoint)
     folder = given.output_dir or (checkpoint and checkpoint.parent)

@@ -1,4 +1,5 @@
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,19 @@ def test_shipped_recipes(name, tiny_model, tmp_path):
         overrides += ["--model_name_or_path", str(tmp_path / "checkpoint")]
     arguments = parse_arguments(name, overrides)
     assert arguments.data.block_size <= arguments.build_config().max_position_embeddings
+
+
+def test_a_preset_that_a_model_replaces_is_not_recorded(tiny_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tiny_model().save_pretrained(tmp_path / "checkpoint")
+    fields = f"model_name_or_path: {tmp_path / 'checkpoint'}\nblock_size: 16\nuse_cpu: true\n"
+    arguments = parse_arguments(write_recipe(tmp_path, f"preset: gpt2-small\n{fields}"))
+    assert "`preset: gpt2-small` of the recipe is not used" in caplog.text
+    assert arguments.recipe["preset"] is arguments.model.preset is None
+    caplog.clear()
+    assert parse_arguments(arguments.recipe).recipe == arguments.recipe
+    parse_arguments(write_recipe(tmp_path, fields))
+    assert "preset" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["paper-v1", "paper-12l"])
