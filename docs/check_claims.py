@@ -409,34 +409,37 @@ def checks_of_losses() -> list[Check]:
 
 
 def checks_of_equal_time() -> list[Check]:
-    """The losses after an hour of one core, of which there is one seed of each arm."""
+    """The losses after an hour of one core."""
     lines = lines_of("equal-time")
-    runs = {line["arm"]: line["values"] for line in lines}
-    assert len(runs) == len(lines) == 4
-    assert all(run["wall_seconds"] <= 1.05 * run["cpu_seconds"] for run in runs.values()), "a run was disturbed"
-    loss = {arm: run["eval_loss"] for arm, run in runs.items()}
-    far = runs["mhsa"]["by_context"]["64"] - runs["mhsa"]["by_context"]["2048"]
+    runs = [line["values"] for line in lines]
+    assert all(run["wall_seconds"] <= 1.05 * run["cpu_seconds"] for run in runs), "a run was disturbed"
+    loss = {arm: column("equal-time", arm) for arm in ("mhsa", "ls", "layers", "local-only")}
+    assert sum(map(len, loss.values())) == len(lines), "a seed was run twice"
+    far = column("equal-time", "mhsa", lambda run: run["by_context"]["64"] - run["by_context"]["2048"])
+
+    def mean(values: BY_SEED, digits: int) -> str:
+        return decimal(statistics.fmean(values.values()), digits)
+
     return [
         *(
-            prose(CLAIMS, text, decimal(loss[arm], 3), runs[arm]["step"])
-            for arm, text in (
-                ("mhsa", "are {} in `mhsa` ({} steps)"),
-                ("ls", "{} in `ls` ({})"),
-                ("layers", "{} with five local layers before each global one ({})"),
-                ("local-only", "{} in `local-only` ({})"),
+            Check(
+                CLAIMS,
+                f"|`{arm}`{about}|{{}}|{{}}|{{}}|",
+                [mean(losses, 3), mean(column("equal-time", arm, "step"), 0), str(len(losses))],
             )
+            for (arm, losses), about in zip(loss.items(), ("", "", ": five local layers, then a global one", ""))
         ),
-        prose(CLAIMS, "Context beyond 64 tokens lowers that of `mhsa` by {}.\n", decimal(far, 3)),
-        prose(CLAIMS, "equal time ({} of 12)", str(len(lines))),
+        prose(CLAIMS, "Context beyond 64 tokens lowers the loss of `mhsa` by {}.\n", mean(far, 3)),
+        prose(CLAIMS, "equal time ({} of 12)", len(lines)),
         prose(
             CHOOSING,
-            "after an hour of one core (one seed), {} with none, {} with 1, {} with 6",
-            *(decimal(loss[arm], 2) for arm in ("local-only", "ls", "mhsa")),
+            "after an hour of one core (two seeds), {} with none, {} with 1, {} with 6",
+            *(mean(loss[arm], 2) for arm in ("local-only", "ls", "mhsa")),
         ),
         prose(
             README,
-            "After an hour of one core (single runs), it is {}; without global heads, {}.\n-",
-            *(decimal(loss["mhsa"] - loss[arm], 2) for arm in ("ls", "local-only")),
+            "After an hour of one core (two seeds), it is {}; without global heads, {}.\n-",
+            *(mean(minus(loss["mhsa"], loss[arm]), 2) for arm in ("ls", "local-only")),
         ),
     ]
 
