@@ -280,6 +280,29 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     assert "operations (1e15)" in report_of(study, {"ls": [run, again]}, tmp_path / "report")
 
 
+def test_equal_time_shows_the_mean_at_the_same_seconds(tmp_path, monkeypatch):
+    """Runs log at seconds of their own; between them, losses are interpolated."""
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    study = load_study("equal-time")
+    run = {
+        "step": 9,
+        "flops_per_step": 1.0,
+        "eval_loss": 3.0,
+        "diverged": False,
+        "cpu_seconds": 1.0,
+        "wall_seconds": 1.0,
+    }
+    run["by_context"] = {str(context): 3.0 for context in study.contexts}
+    runs = [{**run, "loss_over_seconds": [(0.0, 6.0), (end, 3.0)]} for end in (3600.0, 4000.0)]
+    study.report({"ls": runs}, tmp_path)
+    (axes,) = figures[0].axes
+    seconds, mean = axes.lines[-1].get_data()
+    assert (seconds[0], seconds[-1], len(seconds)) == (120.0, 3600.0, 30)
+    assert (mean[14], mean[-1]) == pytest.approx(((4.5 + 4.65) / 2, (3.0 + 3.3) / 2))
+    assert [text.get_text() for text in axes.texts] == ["ls"]
+
+
 def test_the_clock_goes_on_from_where_it_was(tmp_path):
     args, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=5)
     first, second = BudgetCallback(1.0), BudgetCallback(1.0)
