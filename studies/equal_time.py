@@ -138,7 +138,7 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
             "wall-clock / processor time": Metric("", lambda run: run["wall_seconds"] / run["cpu_seconds"]),
             **{f"{n:,} tokens of context": Metric("", f"by_context.{n}") for n in self.contexts},
         }
-        seconds = np.linspace(self.budget / 30, self.budget, 30)  # in the logs, every run has others
-        curves = of_runs(runs, lambda run: [*zip(seconds, np.interp(seconds, *zip(*run["loss_over_seconds"])))])
+        times = np.linspace(self.budget / 30, self.budget, 30)  # in the logs, every run has others
+        curves = of_runs(runs, lambda run: list(zip(times, np.interp(times, *np.transpose(run["loss_over_seconds"])))))
         shown = plot(folder / "seconds.png", curves, "seconds of one core", "training loss (nats per token)")
         return f"{tabulate(runs, columns)}\n\n{shown}"
