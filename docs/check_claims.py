@@ -415,6 +415,7 @@ def checks_of_equal_time() -> list[Check]:
     assert all(run["wall_seconds"] <= 1.05 * run["cpu_seconds"] for run in runs), "a run was disturbed"
     loss = {arm: column("equal-time", arm) for arm in ("mhsa", "ls", "layers", "local-only")}
     assert sum(map(len, loss.values())) == len(lines), "a seed was run twice"
+    assert len(loss["layers"]) == len(loss["local-only"]) == 2, "pages say that these have two seeds"
     far = column("equal-time", "mhsa", lambda run: run["by_context"]["64"] - run["by_context"]["2048"])
 
     def mean(values: BY_SEED, digits: int) -> str:
