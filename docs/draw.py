@@ -178,6 +178,31 @@ def conversion(figure: Figure, scheme: str):
         plain(axes)
 
 
+def paper_size(figure: Figure, scheme: str):
+    """The largest logits and the losses of the paper's first experiment over its steps, a line for every run."""
+    figure.set_size_inches(9, 3.6)
+    arms = {  # with the places of their names
+        "mhsa": ("all heads global", GLOBALS[scheme], ((11_500, 240), (8_500, 4.15))),
+        "local-only": ("none global", BASELINE, ((11_500, 60), (3_300, 3.1))),
+        "ls": ("1 of 6 global", LOCAL, ((11_500, 21), (11_000, 2.85))),
+    }
+    runs = (ROOT / "studies" / "results" / "paper-size" / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    titles = {"max_logit": "largest logit", "loss": "training loss, nats per token"}
+    for i, (axes, key) in enumerate(zip(figure.subplots(1, 2), titles)):
+        for run in map(json.loads, runs):
+            axes.plot(*zip(*run["values"]["curves"][key]), color=arms[run["arm"]][1], linewidth=1.4)
+        for label, color, places in arms.values():
+            axes.annotate(label, places[i], color=color)
+        axes.set_title(titles[key])
+        axes.set_xlabel("steps")
+        axes.set_xticks(range(0, 20_001, 5000))
+        axes.xaxis.set_major_formatter(NUMBER)
+        plain(axes)
+    figure.axes[0].set_yscale("log")
+    figure.axes[0].yaxis.set_major_formatter(NUMBER)
+    figure.axes[1].set_ylim(bottom=2.7)
+
+
 def plain(axes: Axes):
     """Leaves out the frame, except for the axes."""
     axes.spines[["top", "right"]].set_visible(False)
@@ -187,6 +212,7 @@ PICTURES: dict[str, Callable[[Figure, str], None]] = {
     "masks": masks,
     "cache-and-speed": cache_and_speed,
     "conversion": conversion,
+    "paper-size": paper_size,
 }
 
 
