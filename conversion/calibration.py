@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training.data import first_blocks, load_documents
 from lsgpt.training.metrics import perplexity_of, total_loss
-from lsgpt.utilities import compare_costs, table
+from lsgpt.utilities import compare_costs, format_duration, table
+from lsgpt.utilities.environment import describe_environment
 from lsgpt.utilities.plots import heat_map
 
 from .heads import HeadChanges, choose_global_heads, measure_changes, with_global_heads
@@ -64,6 +65,8 @@ class Calibration(NamedTuple):
     """Number of tokens that heads were measured on, and number of held-out tokens."""
     num_passages: int
     """Number of held-out passages that hide numbers."""
+    made_with: dict[str, str]
+    """How long it took, and on what, see `describe_environment`."""
 
 
 def calibrate(
@@ -92,6 +95,7 @@ def calibrate(
         ValueError: If the number leaves no choice or does not fit the balance, the window hides nothing, or the text
             is too short.
     """
+    start, environment = time.perf_counter(), describe_environment()
     least, most = MEASURED_LENGTHS
     length = min(model.config.max_position_embeddings, max(least, min(4 * window, most), 2 * window))
     block_size = length * max(min(BLOCK_SIZE, model.config.max_position_embeddings) // length, 1)
@@ -123,7 +127,8 @@ def calibrate(
     perplexities = {name: perplexity(each, held_out, f"Perplexity: {name}") for name, each in models.items()}
     retrieval = {name: recall(each, questions, f"Retrieval: {name}") for name, each in models.items() if questions}
     num_tokens = len(blocks) * block_size, len(held_out) * block_size
-    return Calibration(changes, chosen, window, perplexities, retrieval, num_tokens, len(questions))
+    made_with = {"time": format_duration(time.perf_counter() - start), **environment}
+    return Calibration(changes, chosen, window, perplexities, retrieval, num_tokens, len(questions), made_with)
 
 
 def budget_heads(config: LSGPTConfig, cache_share: float, balance: str = "overall") -> tuple[int, int]:
@@ -245,7 +250,7 @@ def write_report(folder: str | Path, source: str, text: str, calibration: Calibr
     Returns:
         The path of the report.
     """
-    changes, global_kv_heads, window, _, retrieval, num_tokens, _ = calibration
+    changes, global_kv_heads, window, _, retrieval, num_tokens, _, made_with = calibration
     folder = Path(folder)
     scores = changes.scores
     plot_scores(folder / "heads.png", scores, global_kv_heads)
@@ -293,6 +298,10 @@ come first.
 {table(([i, *row] for i, row in enumerate(heads)), ["layer", *(f"head {head}" for head in range(kv_heads))])}
 
 ![Scores by layer and key/value head, with frames around the heads that stay global](heads.png)
+
+## Made with
+
+{table(made_with.items())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")
