@@ -498,10 +498,9 @@ def checks_of_heads() -> list[Check]:
     narrow, wide = [[loss_of(f"w{window}") for window in windows] for windows in ((4, 8, 12, 24), (48, 96, 256))]
     assert by_count[:3] == sorted(map(loss_of, ("g0", "w12", "g3"))) and by_count[-1] == loss_of("g6")
     bounds = [decimal(x, 2) for x in (min(narrow), max(narrow), min(wide), max(wide))]
-    of_six = [
-        run["steps"] for rate in LEARNING_RATES for run in results("time-to-learn")[f"recall-6-lr{rate}"].values()
-    ]
-    learned = sum(steps is not None for steps in of_six), len(of_six)
+    recalls = [results("time-to-learn")[f"recall-6-lr{rate}"].values() for rate in LEARNING_RATES]
+    steps = [run["steps"] for runs in recalls for run in runs]
+    learned = len(steps) - steps.count(None), len(steps)
     lower_rate: dict[str, list[int | None]] = {"copy": [], "recall": []}
     for run in lines_of("time-to-learn", "lower-rate"):
         lower_rate[run["arm"].split("-")[0]].append(run["values"]["steps"])
