@@ -101,6 +101,8 @@ class _CutKeys(torch.autograd.Function):
     is added for all blocks at once.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(keys, num_blocks: int, block_length: int, past: int, tail: int):
         missing = past + num_blocks * block_length - tail - keys.shape[2]
@@ -197,6 +199,8 @@ class _SinkAttention(torch.autograd.Function):
     The forward operator also returns the log-sum-exp of each row of logits, which determines the share of weight that
     the sink leaves to the keys. Given the log-sum-exp with the sink, the backward operator uses the actual weights.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(query, key, value, mask, sinks, scaling: float):

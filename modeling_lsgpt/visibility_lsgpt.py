@@ -324,10 +324,15 @@ def positions_in_documents(
 
 
 def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:
-    """Whether to inspect values: not while tracing; for a single token on the CPU only, to avoid a synchronisation."""
+    """
+    Whether to inspect values: not while tracing, nor in `torch.func.vmap`; for a single token on the CPU only, to
+    avoid a synchronisation.
+    """
     if x.device.type == "cpu" and type(x) is torch.Tensor:  # no fake tensor, so that two cheap questions are enough
-        return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    return q_length > 1 and not is_tracing(x)
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    else:
+        is_traced = q_length == 1 or is_tracing(x)
+    return not (is_traced or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None:

@@ -203,18 +203,23 @@ def test_dynamic_quantization_reaches_the_projections(tiny_model):
     assert type(quantized.model.layers[0].self_attn.q_proj) is SplitLinear
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_functional_gradients(tiny_model, has_sinks):
-    model, ids = tiny_model(attention_sinks=has_sinks), torch.randint(97, (1, 40))
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("sinks", [False, True, "full_window"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_functional_gradients(tiny_model, engine, sinks):
+    """Of a batch, and of each of its rows (`vmap`)."""
+    model, ids = tiny_model(engine=engine, attention_sinks=sinks), torch.randint(97, (2, 40))
     parameters = {name: x.detach() for name, x in model.named_parameters()}
 
-    def loss(parameters):
-        return torch.func.functional_call(model, parameters, (ids,), {"use_cache": False}).logits.square().mean()
+    def loss(parameters, ids):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids, "use_cache": False}).loss
 
-    gradients = torch.func.grad(loss)(parameters)
-    model(ids, use_cache=False).logits.square().mean().backward()
+    gradient = torch.func.grad(loss)
+    of_batch, of_rows = gradient(parameters, ids), torch.func.vmap(gradient, (None, 0))(parameters, ids[:, None])
+    model(ids, labels=ids, use_cache=False).loss.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad)
+        torch.testing.assert_close(of_batch[name], parameter.grad)
+        torch.testing.assert_close(of_rows[name].mean(0), parameter.grad)
 
 
 def test_second_derivatives(tiny_model):
