@@ -1,5 +1,5 @@
 """
-Makes the KV cache of a pretrained model smaller, repairs it with the original as teacher, and compares all three.
+Makes the KV cache of a pretrained model smaller, heals the model with the original as teacher, and compares them.
 
     python examples/convert_and_heal.py HuggingFaceTB/SmolLM2-135M-Instruct books
 
@@ -10,9 +10,10 @@ file or a folder, best like what the model will see in use.
 import argparse
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM
 
-from lsgpt.conversion import convert, load_pretrained, perplexity, read_blocks
+from lsgpt.conversion import convert, load_pretrained, perplexity
 from lsgpt.training import parse_arguments, run
 
 
@@ -21,7 +22,9 @@ parser.add_argument("model", help="the pretrained model")
 parser.add_argument("text", help="text to choose heads on, and to train on")
 parser.add_argument("--output", default="runs/smaller", help="folder to write into; default: %(default)s")
 parser.add_argument("--cache-share", type=float, default=0.2, help="of the original's cache; default: %(default)s")
-parser.add_argument("--blocks", type=int, default=4, help="blocks of text to choose on; default: %(default)s")
+parser.add_argument(
+    "--blocks", type=int, default=4, help="blocks to choose on, and to compare on; default: %(default)s"
+)
 parser.add_argument("--steps", type=int, default=200, help="steps of training; default: %(default)s")
 options = parser.parse_args()
 
@@ -30,20 +33,19 @@ convert(options.model, converted, text=options.text, cache_share=options.cache_s
 print(f"{converted / 'report.md'} shows which heads stayed global, and what that costs.")
 
 config = AutoModelForCausalLM.from_pretrained(converted).config
-length = min(4096, config.max_position_embeddings)
 fields = {
     "model_name_or_path": converted,
     "teacher": options.model,
     "dataset_name": options.text,
     "output_dir": healed,
-    "block_size": length,
+    "block_size": min(4096, config.max_position_embeddings),
     "max_steps": options.steps,
-    "max_eval_blocks": 16,
+    "max_eval_blocks": options.blocks,
 }
-run(parse_arguments("heal", [f"--{name}={value}" for name, value in fields.items()]))
+trainer = run(parse_arguments("heal", [f"--{name}={value}" for name, value in fields.items()]))
 
-tokenizer = AutoTokenizer.from_pretrained(converted)
-blocks = read_blocks(options.text, tokenizer, length, options.blocks)[1]  # none of them chose the heads
+# Held out: heads were chosen, and the model was healed, on other text.
+blocks = [torch.tensor(block["input_ids"]) for block in trainer.eval_dataset]
 context = min(8192, config.max_position_embeddings)
 saved = config.kv_cache_bytes(context) / config.equal_mhsa().kv_cache_bytes(context)
 models = {"original": load_pretrained(options.model), "converted": converted, "healed": healed}
