@@ -127,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--license",
         metavar="ID",
         help="licence of the weights as the Hub names it, such as apache-2.0; default: the one in FOLDER's "
-        "README.md or recipe.yaml",
+        "README.md or recipe.yaml, or that of the checkpoint the run started from",
     )
     publish.add_argument("--private", action="store_true", help="visible only to you or your organization")
     publish.add_argument(

@@ -163,7 +163,7 @@ def summarize(items: list[dict], source: list[dict]) -> dict:
 
 def main(arguments: list[str] | None = None):
     """Measures all methods on the same passages, one passage after the other, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lsgpt bench cache_methods", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Llama: its folder, name on the Hub, or GGUF file")
     parser.add_argument("--calibrate", required=True, help="text to choose heads on, as for `lsgpt convert`")
     parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")

@@ -257,7 +257,7 @@ def main(arguments: list[str]):
     )
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens for each perplexity; default: %(default)s")
     parser.add_argument(
-        "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="tokens in a passage; %(default)s"
+        "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="of passages; default: %(default)s"
     )
     parser.add_argument("--passages", type=int, default=100, help="passages of each length; default: %(default)s")
     parser.add_argument(

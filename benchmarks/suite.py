@@ -232,7 +232,7 @@ def main(arguments: list[str]):
         "--families",
         nargs="+",
         choices=FAMILIES,
-        help=f"families besides {' and '.join(BASELINES)}; default: all; with --quick, {', '.join(QUICK_FAMILIES)}",
+        help=f"besides {' and '.join(BASELINES)}; default: all; with --quick, {', '.join(QUICK_FAMILIES)}",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help=f"default: {OUTPUT}, or {OUTPUT}-2 and so on if it is not empty"
