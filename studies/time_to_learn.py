@@ -146,7 +146,7 @@ and the rate."""
                 source, STEPS, tuned(task, first), tuned(task, second), CAP, claim=f"{claim} ({task})"
             )
             for key, first, second, claim, source in (
-                ("one-all", 1, 6, "with one global head, a task is learnt sooner than with all heads global", "paper"),
+                ("one-all", 1, 6, "with one global head, a task is learnt sooner than with all heads global", "ours"),
                 ("half-all", 3, 6, "with half of the heads global, a task is learnt sooner than with all", "ours"),
                 ("two-one", 2, 1, "with a second global head, a task is learnt sooner", "reviewers"),
             )

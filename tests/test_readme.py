@@ -148,7 +148,7 @@ def test_numbers_at_the_top_are_those_of_the_results():
     assert perplexity["ratio"] == pytest.approx(perplexity["value"] / of_source["value"])
     assert perplexity["tokens"] == of_larger["tokens"] == 25 * 8192
     more, low, high = (ratio - 1 for ratio in (perplexity["ratio"], *perplexity["interval"]))
-    assert re.search(rf"has {more:.1%} more perplexity \([^)]*25 texts, 95% interval: {low:.1%} to {high:.1%}\)", top)
+    assert re.search(rf"has {more:.1%} more perplexity \([^)]*25 blocks, 95% interval: {low:.1%} to {high:.1%}\)", top)
     names = ("smollm2.gguf", "smollm2-ls", "smollm2-ls-35")
     found = measured(*names)
     of_source, fewer, many = (sum(answered(found, name, 1024)[0]) for name in names)
@@ -170,7 +170,7 @@ def test_numbers_at_the_top_are_those_of_the_results():
     page = " ".join(read("README.md").split())
     share = (kept + (total - kept) * window / 4096) / total
     assert f"SmolLM2 above ({share:.0%} of the cache at 4,096 tokens) finds {after:.0%} of the passkeys" in page
-    assert f"({source['retrieval']['4096']['passages']} texts; before conversion, {before:.0%})" in page
+    assert f"({source['retrieval']['4096']['passages']} passages; before conversion, {before:.0%})" in page
 
 
 def test_the_timed_model_is_the_converted_one():
@@ -243,8 +243,7 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     earlier = measured(*names, files=("quality-earlier.jsonl",))
     before, tuned, now, tuned_now = (sum(answered(earlier, name, 1024)[0]) for name in names)
     total = sum(answered(earlier, names[0], 1024)[1])
-    assert f"{before} of {total} numbers were found, healed {tuned}; with the present" in measurements
-    assert f"choice, {now} and {tuned_now}." in measurements
+    assert f"{before} of {total} numbers were found ({tuned} when healed); now {now} ({tuned_now})." in measurements
     at_8192 = [
         f"{statistics.fmean(rows[name]['retrieval']['8192'][kind]['exact'] for kind in KINDS):.2f}"
         for name in (".gguf", "", "-35")
@@ -260,7 +259,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     names = ("LSGPT", "LSGPT healed", "whole layers", "whole layers healed", "DuoAttention", "source")
     ours, tuned, layers, tuned_layers, duo, source = (f"{found.pop(name):.2f}" for name in names)
     assert f"the source finds {source}, the conversion {ours} (healed {tuned}), DuoAttention with the same" in related
-    most = f"compression at most {max(found.values()):.2f}"
+    streaming = f"{found.pop('StreamingLLM'):.2f}"
+    most = f"StreamingLLM {streaming}, compression at most {max(found.values()):.2f}"
     assert f"heads {duo}, whole local layers {layers} (healed {tuned_layers}), {most}" in related
     assert f"of their heads, find {layers}, LSGPT {ours}. Healing nearly closes" in measurements
     assert f"find {tuned_layers}, healed LSGPT {tuned} with the lowest perplexity, but the intervals" in measurements
@@ -330,7 +330,7 @@ def test_figures_of_healing_for_vllm_are_those_of_the_run():
     assert sentence in page
     before, run = (json.loads(read(f"benchmarks/results/quality/{x}.json")) for x in ("healing", "healing-for-vllm"))
     ratio = run["eval_perplexity"] / before["eval_perplexity"]
-    assert f"is {run['perplexity_before_training']:.1f} at first and {run['eval_perplexity']:.1f} after these" in page
+    assert f"falls from {run['perplexity_before_training']:.1f} to {run['eval_perplexity']:.1f} in these" in page
     assert (
         f"{run['step']} steps, {ratio - 1:.1%} above that of the healed model ({before['eval_perplexity']:.1f};"
         in page
@@ -344,7 +344,7 @@ def test_figures_of_healing_for_vllm_are_those_of_the_run():
     assert f"holds [{served['requests']:.2f} requests](" in serving
     assert f"in float32, and {whole['requests']:.2f} with all heads global." in serving
     readme = " ".join(read("README.md").split())
-    assert f"with SmolLM2, {served['requests'] / whole['requests']:.1f} times." in readme
+    assert f"with healed SmolLM2, {served['requests'] / whole['requests']:.1f} times." in readme
     requests = {
         row["model"]: row["requests"]
         for row in json.loads(read("benchmarks/results/serving.json"))["rows"]

@@ -323,7 +323,7 @@ def test_every_study_says_what_it_does_before_it_is_run(name, capsys):
     with pytest.raises(SystemExit):
         lsgpt_cli.main(["study", name, "--help"])
     text = capsys.readouterr().out
-    assert f"about {study.hours:g} hours of two CPU cores" in text
+    assert f"about {study.hours:g} h on two CPU cores" in text
     assert all(item.title in text for item in study.comparisons.values())
 
 
