@@ -1,10 +1,12 @@
 """Benchmarks run, at a size that takes seconds, and refuse to time what does not compute the right thing."""
 
 import json
+import os
 import re
 import runpy
 import shutil
 import subprocess
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import fresh
@@ -155,6 +157,11 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
     # The window of 50 keeps 49 keys and values of 32 numbers, in each of 6 layers and for each of 6 heads.
     assert local["cache_bytes"] == 2 * 6 * 6 * 49 * 32 * 4
     assert whole["cache_bytes"] == 2 * 6 * (300 + 5 * 49) * 32 * 4
+
+
+def test_a_measurement_that_is_killed_is_an_error():
+    with pytest.raises(BrokenProcessPool):
+        memory.in_own_process(os._exit, 1)
 
 
 def test_serving_counts_the_tokens_that_are_the_same(tmp_path, monkeypatch, capsys):
