@@ -14,7 +14,6 @@ ended: each model is compared with the source on the blocks and passages that ha
 
 import argparse
 import hashlib
-import json
 import math
 import random
 import statistics
@@ -32,6 +31,7 @@ from lsgpt import LSGPTConfig
 from lsgpt.conversion import ask, cache_bytes, load_pretrained, make_passages
 from lsgpt.conversion.pretrained import load_tokenizer
 from lsgpt.conversion.retrieval import read
+from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.training.data import load_documents
 from lsgpt.utilities import table
 
@@ -215,19 +215,10 @@ def format_rows(rows: list[dict]) -> str:
 def _read(path: Path, identity: str) -> dict[tuple, dict]:
     """What was measured before, by model, kind, tokens and index; a last line that was cut off is left out."""
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for item in read_metrics(path) if path.exists() else []:
         if item["identity"] != identity:
             raise ValueError(
                 f"`--output` must be new for another text or distance; {str(path)!r} has measurements of others"
-            )
-        if item["kind"] == "retrieval" and "distances" not in item:
-            raise ValueError(
-                f"`--output` must be new: {str(path)!r} was written by an earlier version, which did not record how "
-                "far back a number is"
             )
         found[item["model"], item["kind"], item["size"], item["index"]] = item
     return found
@@ -286,50 +277,47 @@ def main(arguments: list[str]):
     identity = f"{hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12]}-{options.tokens}-{options.distance}"
     raw = options.output.with_suffix(".jsonl")
     found = _read(raw, identity)
-    raw.parent.mkdir(parents=True, exist_ok=True)
 
     tokens_left = sum(size for _, part in _missing(options.models, tasks, found) for _, size, _ in part)
     begin, done = time.monotonic(), 0
     print(f"{tokens_left:,} tokens to read with {len(options.models)} models", flush=True)
-    with raw.open("a", encoding="utf-8") as file:
-        for name, part in _missing(options.models, tasks, found):
-            model = load(name)
-            # On the CPU, whose sums are not those of a GPU: a run may go on where there is none.
-            weights = sum(parameter.cpu().double().sum().item() for parameter in model.parameters())
-            if any(key[0] == name and item["weights"] != weights for key, item in found.items()):
-                raise ValueError(
-                    f"`--output` must be new for a model whose weights have changed; {str(raw)!r} has measurements of "
-                    f"another {name!r}"
-                )
-            for kind, size, index in part:
-                start = time.monotonic()
-                if kind == "perplexity":
-                    at = starts[size][index]
-                    item = measure_block(model, text[at : at + size])
-                else:
-                    item = measure_passage(model, passages[size][index], index == 0 and size == max(options.lengths))
-                key = {
-                    "model": name,
-                    "kind": kind,
-                    "size": size,
-                    "index": index,
-                    "identity": identity,
-                    "weights": weights,
-                }
-                found[name, kind, size, index] = item = {**key, **item, "seconds": time.monotonic() - start}
-                file.write(json.dumps(item) + "\n")
-                file.flush()
-                done += size
-                if options.minutes and time.monotonic() - begin > 60 * options.minutes:
-                    break
-            rows = summarize(options.models, found)
-            write_result(options.output, {**result, "text": identity, "rows": rows})
-            spent = time.monotonic() - begin
-            left = spent / done * (tokens_left - done) / 3600
-            speed = f"{done / spent:.0f} a second; {left:.1f} h left"
-            print(f"{name}: {done:,} of {tokens_left:,} tokens; {speed}", flush=True)
-            if options.minutes and spent > 60 * options.minutes:
+    for name, part in _missing(options.models, tasks, found):
+        model = load(name)
+        # On the CPU, whose sums are not those of a GPU: a run may go on where there is none.
+        weights = sum(parameter.cpu().double().sum().item() for parameter in model.parameters())
+        if any(key[0] == name and item["weights"] != weights for key, item in found.items()):
+            raise ValueError(
+                f"`--output` must be new for a model whose weights have changed; {str(raw)!r} has measurements of "
+                f"another {name!r}"
+            )
+        for kind, size, index in part:
+            start = time.monotonic()
+            if kind == "perplexity":
+                at = starts[size][index]
+                item = measure_block(model, text[at : at + size])
+            else:
+                item = measure_passage(model, passages[size][index], index == 0 and size == max(options.lengths))
+            key = {
+                "model": name,
+                "kind": kind,
+                "size": size,
+                "index": index,
+                "identity": identity,
+                "weights": weights,
+            }
+            found[name, kind, size, index] = item = {**key, **item, "seconds": time.monotonic() - start}
+            append_line(raw, item)
+            done += size
+            if options.minutes and time.monotonic() - begin > 60 * options.minutes:
                 break
+        rows = summarize(options.models, found)
+        write_result(options.output, {**result, "text": identity, "rows": rows})
+        spent = time.monotonic() - begin
+        left = spent / done * (tokens_left - done) / 3600
+        speed = f"{done / spent:.0f} a second; {left:.1f} h left"
+        print(f"{name}: {done:,} of {tokens_left:,} tokens; {speed}", flush=True)
+        if options.minutes and spent > 60 * options.minutes:
+            break
     rows = summarize(options.models, found)
     write_result(options.output, {**result, "text": identity, "rows": rows})
     print(f"\n{format_rows(rows)}\n\nsaved in {options.output}")

@@ -38,19 +38,21 @@ class MetricsFileCallback(TrainerCallback):
             os.replace(unfinished, path)  # so that a run that is killed leaves all of the lines
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        path = Path(args.output_dir) / "metrics.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            file.seek(max(file.tell() - 1, 0))
-            is_cut_off = file.read() not in (b"", b"\n")  # the last line, by a crash
-            line = to_json({"step": state.global_step, **(logs or {})}) + "\n"
-            file.write(b"\n" * is_cut_off + line.encode())
+        if state.is_world_process_zero:
+            append_line(Path(args.output_dir) / "metrics.jsonl", {"step": state.global_step, **(logs or {})})
+
+
+def append_line(path: Path, values: dict):
+    """Appends a line for `read_metrics`, in the form of `to_json`; not to a last line that a crash has cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        is_cut_off = file.read() not in (b"", b"\n")
+        file.write(b"\n" * is_cut_off + to_json(values).encode() + b"\n")
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Reads the lines of `MetricsFileCallback`, without those that a crash has cut off or spoilt."""
+    """Reads the lines of `append_line`, without those that a crash has cut off or spoilt."""
     logs = []
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError):  # JSON's, and that of other bytes than text
