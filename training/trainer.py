@@ -50,9 +50,6 @@ class LSGPTTrainer(Trainer):
             ValueError: If one option would make another ineffective, for sequence parallelism, or with `z_loss` or a
                 `teacher` if the model is no LSGPT language model, which computes these losses.
         """
-        for name, value in (("z_loss", z_loss), ("teacher", teacher)):
-            if value and kwargs.get("compute_loss_func") is not None:
-                raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
         self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
         super().__init__(*args, **kwargs)
@@ -60,6 +57,8 @@ class LSGPTTrainer(Trainer):
         names = {type(module).__name__ for module in self.model.modules()}
         self.has_own_loss = LSGPTForCausalLM.__name__ in names
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
+            if value and self.compute_loss_func is not None:
+                raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")
             if value and not self.has_own_loss:
                 raise ValueError(
                     f"`{name}` must be unset for models other than LSGPTForCausalLM, whose losses do not have it; got "

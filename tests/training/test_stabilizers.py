@@ -75,6 +75,8 @@ def test_what_another_loss_would_ignore_is_refused(tiny_model, tmp_path):
     for name, value in (("z_loss", 1e-4), ("teacher", model)):
         with pytest.raises(ValueError, match=f"`compute_loss_func` must be unset with `{name}`"):
             LSGPTTrainer(model, args, compute_loss_func=print, **{name: value})
+        with pytest.raises(ValueError, match=f"`compute_loss_func` must be unset with `{name}`"):
+            LSGPTTrainer(model, args, *[None] * 5, print, **{name: value})
     with pytest.raises(ValueError, match="`label_smoothing_factor` must be 0 with a `teacher`"):
         LSGPTTrainer(model, args, teacher=model)
 
