@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.utilities import looks_like_a_path
+from lsgpt.training.folders import free_folder
+from lsgpt.utilities import looks_like_a_path, refuse_not_finite
 
 from .calibration import Calibration, budget_heads, calibrate, write_report
 from .decoders import NORM_TYPES
@@ -85,7 +86,7 @@ def convert(
             pretrained = load_pretrained(source)
             model = convert_pretrained(pretrained)
     if not is_saved:
-        _check_finite(model, source)
+        refuse_not_finite(model, f"the weights of {source!r}")
     if text is not None:
         if tokenizer is None or tokenizer.eos_token_id is None:
             raise ValueError(
@@ -120,8 +121,8 @@ def convert(
 
 def _check_options(folder, text, global_kv_heads, window, cache_share, balance, max_blocks):
     """Raises `ValueError` if the folder is in use, or for arguments of `convert` that do not go together."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not empty")
+    if free_folder(folder) != folder:
+        raise ValueError(f"the folder to write must be new or empty; got {str(folder)!r}, which is not")
     sizes = {"`global_kv_heads`": global_kv_heads, "`window`": window, "`cache_share`": cache_share}
     given = [name for name, value in sizes.items() if value is not None]
     if given not in ([], ["`global_kv_heads`", "`window`"], ["`cache_share`"]):
@@ -144,9 +145,3 @@ def _is_nanogpt(source: str) -> bool:
     if looks_like_a_path(source) and not path.exists():
         raise ValueError(f"there is no model {source!r}: no such file or folder")
     return False
-
-
-def _check_finite(model: LSGPTForCausalLM, source: str):
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"the weights of {source!r} must be finite; {name} has NaN or infinite values")

@@ -24,6 +24,7 @@ from lsgpt.training.report import format_results, points_of
 from lsgpt.training.results import RunResult
 from lsgpt.training.telemetry import THRESHOLD
 from lsgpt.utilities import compare_costs, describe, has_sinks, load_tokenizer, runs_on_vllm, table
+from lsgpt.utilities.plots import GLOBAL, LOCAL
 
 
 HEADS_PICTURE = "heads.png"
@@ -73,8 +74,8 @@ def make_card(
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder, local_files_only=True)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
-    metadata: dict = find_license(folder, license, recipe)
-    metadata["base_model"] = _find_metadata(folder, recipe).get("base_model")
+    known = _find_metadata(folder, recipe)
+    metadata: dict = {**find_license(folder, known, license), "base_model": known.get("base_model")}
     results = RunResult.read(folder) if (folder / "results.json").is_file() else None
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
@@ -157,7 +158,7 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
         config: The model's configuration.
         file: Where to write, a path or an open binary file.
     """
-    colors = {"global": "#d9480f", "local": "#1971c2"}  # as on the page of `lsgpt inspect`
+    colors = {"global": GLOBAL, "local": LOCAL}
     layers, heads, length = config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings
     window = min(config.sliding_window, length)
     regions = {"global": [(0, 0), (length, length), (0, length)]}
@@ -177,7 +178,7 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
     axes[0].set_yticks([layer - 0.5 for layer in range(layers + 1)], minor=True)
     axes[0].grid(which="minor", color="white", linewidth=1)
     axes[0].tick_params(which="both", length=0)
-    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'orange' if kind == 'global' else 'blue'})" for kind in kinds))
+    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'blue' if kind == 'global' else 'orange'})" for kind in kinds))
     axes[0].set_xlabel("head")
     axes[0].set_ylabel("layer")
     for axis, kind in zip(axes[1:], kinds):
@@ -194,15 +195,15 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
     figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
 
 
-def find_license(folder: str | Path, license: str | None = None, recipe: dict | None = None) -> dict[str, str]:
+def find_license(folder: Path, known: dict, license: str | None = None) -> dict[str, str]:
     """
-    Finds the metadata about the licence of the weights in `folder`: `license`, and for `other` its name and link.
+    The metadata about the licence of the weights in `folder`, out of all that is `known` (see `_find_metadata`) unless
+    it is given: `license`, and for `other` its name and link.
 
     Raises:
         ValueError: If there is no licence, or it is `other` and has no name. Only the Hub knows its identifiers; an
             upload fails with an unknown one before anything is published.
     """
-    known = _find_metadata(folder, recipe)
     license = license or known.get("license")
     if not license:
         raise ValueError(
@@ -215,7 +216,7 @@ def find_license(folder: str | Path, license: str | None = None, recipe: dict | 
     if not all(named.values()):
         raise ValueError(
             "`license` must be one that the Hub knows, or be named: `other` needs `license_name` and `license_link` "
-            f"in the metadata of {Path(folder) / 'README.md'}"
+            f"in the metadata of {folder / 'README.md'}"
         )
     return {"license": license, **named}
 
@@ -374,7 +375,7 @@ def _describe_logits(metrics: list[dict]) -> dict:
     return {
         "max_logits": rows,
         "measured_steps": f"{len(points):,}",
-        "threshold": f"{len(over):,} of them had one over {THRESHOLD:g}" if over else f"none was over {THRESHOLD:g}",
+        "explosions": f"{len(over):,} of them had one over {THRESHOLD:g}" if over else f"none was over {THRESHOLD:g}",
     }
 
 

@@ -10,14 +10,12 @@ import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lsgpt.configuration import load_config
-from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.training.folders import free_folder
-from lsgpt.utilities import load_tokenizer
+from lsgpt.utilities import load_complete, load_tokenizer, refuse_not_finite
 
 from .card import HEADS_PICTURE, PLOTS, draw_heads, make_card
 
@@ -136,16 +134,10 @@ def _code_files(folder: Path, auto_map: dict[str, str]) -> list[str]:
 
 def _check_loading(folder: Path):
     try:
-        model, info = LSGPTForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
+        model = load_complete(folder, may_have_more=False, local_files_only=True)
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights in {str(folder)!r} cannot be loaded: {error}") from error
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            names = ", ".join(sorted(map(str, info[problem]))[:3])
-            raise ValueError(f"the weights in {str(folder)!r} do not match its config.json: {problem}: {names}")
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"the weights in {str(folder)!r} must be finite; {name} has NaN or infinite values")
+    refuse_not_finite(model, f"the weights in {str(folder)!r}")
 
 
 def _check_secrets(recipe: Path):
@@ -169,7 +161,7 @@ def _write(files: dict[str, Path | bytes], output: str | Path | None, folder: Pa
         folder = folder.resolve()
         output = free_folder(folder.with_name(f"{folder.name}-card"))
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if free_folder(output) != output:
         raise ValueError(f"`output` must be a new or an empty folder; got {str(output)!r}")
     output.mkdir(parents=True, exist_ok=True)
     for name, source in files.items():

@@ -1,6 +1,14 @@
 """Utilities shared by several packages: wording of messages and tables, the summary of a model, and loading."""
 
-from .loading import check_gguf, load_complete, load_tokenizer, looks_like_a_path, read_gguf, refuse_tensors
+from .loading import (
+    check_gguf,
+    load_complete,
+    load_tokenizer,
+    looks_like_a_path,
+    read_gguf,
+    refuse_not_finite,
+    refuse_tensors,
+)
 from .model_summary import (
     SERVED_VALUES,
     VLLM_ROPE_TYPES,
@@ -27,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "looks_like_a_path",
     "read_gguf",
+    "refuse_not_finite",
     "refuse_tensors",
     "runs_on_vllm",
     "split_bytes",

@@ -111,6 +111,13 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
 
 
+def refuse_not_finite(model: PreTrainedModel, what: str):
+    """Raises `ValueError`, with `what` in its message, if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{what} must be finite; {name} has NaN or infinite values")
+
+
 def refuse_tensors(
     missing: Sequence[str], unknown: Sequence[str], misshapen: Sequence[str], what: str = "the checkpoint's tensors"
 ):
