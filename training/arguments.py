@@ -128,27 +128,6 @@ OURS = (ModelArguments, DataArguments, RunArguments)
 _FIELDS = [f.name for argument_type in (*OURS, TrainingArguments) for f in fields(argument_type) if f.init]
 ADAGC = "adagc"
 
-_GONE = {
-    "stabilizers": (
-        "replaced: qk-norm and softcap by `config_overrides: {qk_norm: true, attn_logit_softcapping: 50.0}`, z-loss "
-        "by `z_loss: 1.0e-4`, qk-clip by `on_explosion: clip`, adagc by `optim: adagc` with `max_grad_norm: 0`, and "
-        "fp32-attention by `attn_implementation: sdpa_in_float32`",
-        (None, [], {}),
-    ),
-    "fp32_attention": ("replaced by `attn_implementation: sdpa_in_float32`", (False,)),
-    "lora_rank": ("removed: adapters have rank 16; for another one, use PEFT in a script", (16,)),
-    "max_logit_threshold": ("removed: 100 is the threshold; scripts set that of `LogitTelemetryCallback`", (100,)),
-    "max_tokenizer_characters": ("removed: a tokenizer is trained on 20 million", (20_000_000,)),
-    "preprocessing_num_workers": ("removed: fast tokenizers use all cores", (None,)),
-    "prompt": ("removed: the text that a run generates begins with words of the validation text", ("def",)),
-    "stop_at_step": (
-        "replaced by `max_steps`; a schedule over more steps is `lr_scheduler_kwargs: {num_training_steps: ...}`",
-        (None,),
-    ),
-    "validation_split_percentage": ("removed: without a validation split, 5% of the documents are held out", (5,)),
-}
-"""Fields of earlier versions: what became of them, and the values with which recipes are the same without them."""
-
 _SMALLEST = {
     **dict.fromkeys(("learning_rate", "max_grad_norm", "max_logit_every_n_steps", "sink_learning_rate", "z_loss"), 0),
     **dict.fromkeys(("gradient_accumulation_steps", "max_eval_blocks", "per_device_train_batch_size"), 1),
@@ -273,9 +252,6 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
     values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
     name = "run" if isinstance(recipe, dict) else Path(recipe).stem
     values["run_name"] = name = values.get("run_name") or name
-    for gone, (words, harmless) in _GONE.items():
-        if gone in values and values.pop(gone) not in harmless:
-            raise ValueError(f"recipe {name} has the field `{gone}`, which has been {words}; delete it")
     if unknown := [field for field in values if field not in _FIELDS]:
         raise ValueError(f"recipe {name} has an unknown field {unknown[0]!r}{suggest(str(unknown[0]), _FIELDS)}")
     for field in ("eval_strategy", "logging_strategy", "save_strategy"):
@@ -298,9 +274,8 @@ def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> a
         if not argument.startswith("--"):
             raise ValueError(f"unexpected argument {argument!r}; fields are given as --field value")
         option = argument.split("=")[0]
-        if (name := option[2:].replace("-", "_")) in _GONE:
-            raise ValueError(f"the field `{name}` has been {_GONE[name][0]}")
-        raise ValueError(f"unknown field {option!r}{suggest(f'--{name}', [f'--{known}' for known in _FIELDS])}")
+        name = "--" + option[2:].replace("-", "_")
+        raise ValueError(f"unknown field {option!r}{suggest(name, [f'--{known}' for known in _FIELDS])}")
     return namespace
 
 

@@ -122,15 +122,6 @@ def test_config_overrides_change_the_model(tmp_path):
             "must not be flex_attention for training on the CPU",
         ),
         ("attn_implementation: triton\nuse_cpu: true", [], "must not be triton for training on the CPU"),
-        (
-            "stabilizers: [z-loss]",
-            [],
-            "the field `stabilizers`, which has been replaced: .* z-loss by `z_loss: 1.0e-4`",
-        ),
-        ("prompt: The", [], "field `prompt`, which has been removed: .*; delete it"),
-        ("lora_rank: 8", [], "`lora_rank`, which has been removed: adapters have rank 16"),
-        ("{}", ["--stop_at_step", "8"], "`stop_at_step` has been replaced by `max_steps`; .* {num_training_steps:"),
-        ("{}", ["--stabilizers", "adagc"], "`stabilizers` has been replaced: .* adagc by `optim: adagc`"),
         ("z_loss: -1", [], "`z_loss` must be at least 0 and finite; got -1.0"),
         ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
@@ -213,12 +204,6 @@ def test_folder_that_cannot_be_written(tmp_path):
             make_folder(parse_arguments("demo", ["--output_dir", str(folder)]).training)
     with pytest.raises(ValueError, match="`output_dir` must be a folder; got"):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "file")]).training)
-
-
-def test_old_recipes_whose_removed_fields_change_nothing_are_read(tmp_path):
-    """As runs have written them: with every field of ours."""
-    old = "stabilizers: {}\nlora_rank: 16\nfp32_attention: false\nmax_logit_threshold: 100.0\nstop_at_step: null\n"
-    assert parse_arguments(write_recipe(tmp_path, old)).recipe == parse_arguments(write_recipe(tmp_path, "{}")).recipe
 
 
 @pytest.mark.parametrize("name", ["eval_perplexity", "perplexity", "eval_averaged_perplexity", "bits_per_byte"])
