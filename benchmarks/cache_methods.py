@@ -14,7 +14,6 @@ import argparse
 import copy
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -161,7 +160,7 @@ def summarize(items: list[dict], source: list[dict]) -> dict:
     }
 
 
-def main(arguments: list[str] | None = None):
+def main(arguments: list[str]):
     """Measures all methods on the same passages, one passage after the other, and prints a table."""
     parser = argparse.ArgumentParser(prog="lsgpt bench cache_methods", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Llama: its folder, name on the Hub, or GGUF file")
@@ -176,7 +175,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--output", type=Path, default=OUTPUT / "cache_methods.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
 
-    result = begin_result("cache_methods", *(sys.argv[1:] if arguments is None else arguments))
+    result = begin_result("cache_methods", *arguments)
     tokenizer, source = load_tokenizer(options.source), load(options.source)
     whole = convert_pretrained(source)
     count, window = budget_heads(whole.config, options.cache_share)
@@ -209,7 +208,3 @@ def main(arguments: list[str] | None = None):
         lines.append([row["method"], *figures, *PROPERTIES.get(row["method"].split()[0], ("",) * 4)])
     header = ["method", "perplexity ratio", "numbers found", "bytes ratio", "prefill ratio"]
     print(table(lines, [*header, "memory freed", "prefill cheaper", "served", "training"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,7 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
     if llama := llama_gates(peers, shape, "decode"):
         others = (caches["llama sdpa"], models["mhsa"], dynamic["mhsa"], shape)
         gates += [partial(check_step, "llama sdpa", peers["llama sdpa"], *others), *llama]
-    sizes = {family: cache_bytes(dynamic[family]) for family in models}
+    sizes = {family: live_bytes(dynamic[family]) for family in models}
     return Benchmark({name: partial(run, name) for name in peers}, gates, peers.skipped, TOKENS, sizes)
 
 
@@ -154,6 +154,6 @@ def check_step(name: str, peer: Peer, cache: Cache, model: nn.Module, dynamic: C
     )
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Returns the bytes of all keys and values that a cache passes to the next step."""
+def live_bytes(cache: Cache) -> int:
+    """Returns the bytes of the keys and values that the next step sees, without memory that is only reserved."""
     return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))

@@ -16,7 +16,7 @@ from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
-from .decode import cache_bytes
+from .decode import live_bytes
 from .memory import in_own_process
 from .record import OUTPUT, begin_result, write_result
 
@@ -48,7 +48,7 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
     return {
         "seconds": time.perf_counter() - begin,
         "peak_bytes": peak_memory() - memory,
-        "cache_bytes": cache_bytes(cache),
+        "cache_bytes": live_bytes(cache),
     }
 
 

@@ -201,16 +201,14 @@ def read_blocks(
         ValueError: If there is no such text, or one of the parts is shorter than a block.
     """
     documents = load_documents(text, validation_percentage=50)
-    parts = []
-    for split in ("train", "validation"):
-        parts.append(list(first_blocks(documents[split], tokenizer, block_size, max_blocks)))
-    if not all(parts):
+    splits = (documents[split] for split in ("train", "validation"))
+    blocks, held_out = (list(first_blocks(texts, tokenizer, block_size, max_blocks)) for texts in splits)
+    if not (blocks and held_out):
         raise ValueError(
             f"the calibration text must have a block of {block_size} tokens to measure heads on and another one for "
             f"the evaluation; {text!r} is shorter"
         )
-    train, validation = parts
-    return train, validation
+    return blocks, held_out
 
 
 def has_room(tokenizer: PreTrainedTokenizerBase, length: int, window: int) -> bool:

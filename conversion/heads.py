@@ -116,6 +116,8 @@ def with_global_heads(
     _check_windowed_layers(config, global_kv_heads, window, sinks)
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     query_heads = torch.arange(num_heads).view(num_kv_heads, -1)  # `(H_kv, G)`
+    counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
+    adds_sinks = sinks is not None and min(counts) < num_heads
     for layer, chosen in enumerate(global_kv_heads):
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(num_kv_heads)):
             raise ValueError(
@@ -124,7 +126,7 @@ def with_global_heads(
             )
         others = [head for head in range(num_kv_heads) if head not in chosen]
         prefix = f"model.layers.{layer}.self_attn."
-        if sinks is not None and any(len(heads) < num_kv_heads for heads in global_kv_heads):
+        if adds_sinks:
             _add_sinks(weights, prefix, sinks.logits[layer], sinks.values[layer], query_heads, others)
         kv_order = torch.tensor([*chosen, *others])
         q_order = query_heads[kv_order].flatten()
@@ -137,12 +139,11 @@ def with_global_heads(
             if prefix + name in weights:
                 heads = weights[prefix + name].unflatten(dim, (len(order), config.head_dim))
                 weights[prefix + name] = heads.index_select(dim, order.to(heads.device)).flatten(dim, dim + 1)
-    counts = [len(chosen) * query_heads.shape[1] for chosen in global_kv_heads]
     config.num_global_heads = counts[0] if counts == counts[:1] * config.num_hidden_layers else counts
     config.sliding_window = window
     # With all heads global, `attention_sinks` may be set, but there are no sinks that the local heads could take over.
-    config.attention_sinks = FULL_WINDOW if sinks is not None and min(counts) < num_heads else False
-    if config.attention_sinks:
+    config.attention_sinks = FULL_WINDOW if adds_sinks else False
+    if adds_sinks:
         parts = config.use_bias if isinstance(config.use_bias, list) else []
         added = [part for part in ("qkv_proj", "o_proj") if not config.has_bias(part)]
         config.use_bias = [*parts, *added] if added else config.use_bias
@@ -294,7 +295,7 @@ def _measure_moments(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
 
         return measure_and_attend
 
-    with _replaced(attention_layers(model), "attend", measuring):
+    with replaced(attention_layers(model), "attend", measuring):
         for ids in tqdm(blocks, desc="Measuring heads on text", leave=False):
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return moments
@@ -339,7 +340,7 @@ def _measure_losses(
         return partial(checkpoint, block.forward, use_reentrant=False)
 
     rises = []
-    with _replaced(layers, "attend", mixing), _replaced(model.model.layers, "forward", checkpointing):
+    with replaced(layers, "attend", mixing), replaced(model.model.layers, "forward", checkpointing):
         for ids, labels in tqdm(passages, desc="Measuring heads on passages", leave=False):
             if len(ids) <= window:
                 raise ValueError(f"passages must be longer than the window of {window} tokens; got {len(ids)} tokens")
@@ -354,7 +355,7 @@ def _measure_losses(
 
 
 @contextlib.contextmanager
-def _replaced(modules: Iterable[nn.Module], name: str, replace: Callable[[Any, int], Callable]) -> Iterator[None]:
+def replaced(modules: Iterable[nn.Module], name: str, replace: Callable[[Any, int], Callable]) -> Iterator[None]:
     """Within this context, what `replace` returns for each module and its index stands in for the method `name`."""
     modules = list(modules)
     for i, module in enumerate(modules):

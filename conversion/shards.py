@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
@@ -85,10 +86,7 @@ def _find_files(source: str | Path) -> list[Path]:
     if whole := cached_file(source, SAFE_WEIGHTS_NAME, **options):
         return [Path(whole)]
     index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **options)
-    if index is None:
-        return []
-    names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-    return [Path(cached_file(source, name)) for name in dict.fromkeys(names)]
+    return [] if index is None else [Path(file) for file in get_checkpoint_shard_files(source, index)[0]]
 
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
@@ -127,8 +125,7 @@ def _finish(
         weight_map |= dict.fromkeys(sizes, name)
         paths.append((path, folder / name))
     for path, _ in paths:
-        with safe_open(path, framework="pt") as file:
-            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        weights |= load_file(path)
     model = model_from_weights(config, weights)
     model.generation_config = generation_config
     model.save_pretrained(folder, state_dict={})  # would remove files with these names

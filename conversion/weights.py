@@ -1,6 +1,7 @@
 """The weights of converted models: GPT-2's names, and models that are built from a state dict."""
 
 import torch
+from accelerate import init_empty_weights
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
@@ -16,16 +17,14 @@ _NAMES = {
 
 def model_from_weights(config: LSGPTConfig, weights: dict[str, torch.Tensor]) -> LSGPTForCausalLM:
     """Builds a model, in evaluation mode, that uses the tensors of a state dict without copying them."""
-    with torch.device("meta"):  # avoids initializing weights, and a second copy in memory
+    # Avoids initializing weights, and a second copy in memory. Buffers are real: the state dict does not have them.
+    with init_empty_weights(include_buffers=False):
         model = LSGPTForCausalLM(config)
     if config.tie_word_embeddings:
         weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     model.load_state_dict(weights, assign=True)
-    for name in ("rotary_emb", "local_rotary_emb"):  # whose frequencies are not in the state dict
-        if (rotary := getattr(model.model, name)) is not None:
-            setattr(model.model, name, type(rotary)(rotary.config).to(model.device))
     model.tie_weights()
-    return model.eval()
+    return model.to(model.device).eval()
 
 
 def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

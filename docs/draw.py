@@ -16,14 +16,14 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from lsgpt.benchmarks.plots import plot_ratios
 from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import GLOBAL as GLOBAL_HEADS
 from lsgpt.modeling_lsgpt import LOCAL as LOCAL_HEADS
 from lsgpt.modeling_lsgpt import LSGPTConfig, describe_visibility
-from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, NUMBER
 
 
 DOCS = Path(__file__).parent
@@ -35,7 +35,6 @@ GLOBALS = {"light": GLOBAL, "dark": "#4f9fe0"}
 """On dark pages, the blue of the plots is hard to see."""
 
 LENGTHS = (2048, 8192, 32768)
-NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
 def masks(figure: Figure, scheme: str):

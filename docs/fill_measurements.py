@@ -71,13 +71,13 @@ def with_sources(header: str, rows: list[list], *files: str) -> str:
     return f"{table(rows, head)}\n\nFrom {', '.join(links)}."
 
 
-def with_spread(x: dict | None, digits: int = 2) -> str:
+def with_spread(x: dict | None) -> str:
     """The median of a ratio, with lowest and highest where there are several rounds."""
     if x is None:
         return MISSING
     if x["rounds"] == 1 or x["benchmark"] == "cache":
-        return f"{x['median']:.{digits}f}"
-    return f"{x['median']:.{digits}f} ({x['low']:.{digits}f} to {x['high']:.{digits}f})"
+        return f"{x['median']:.2f}"
+    return f"{x['median']:.2f} ({x['low']:.2f} to {x['high']:.2f})"
 
 
 def speed() -> str:

@@ -1,7 +1,7 @@
 """
 The reference pages of the site, made from the code when the site is built: nothing in them can go stale.
 
-`pages()` returns them. `python docs/reference.py` prints them.
+`pages()` returns them. `python docs/reference_pages.py` prints them.
 """
 
 import contextlib

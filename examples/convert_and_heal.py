@@ -3,8 +3,8 @@ Makes the KV cache of a pretrained model smaller, heals the model with the origi
 
     python examples/convert_and_heal.py HuggingFaceTB/SmolLM2-135M-Instruct books
 
-The model is a Llama, Mistral, Qwen, OLMo-2, Phi-3 or GPT-2: a folder, a GGUF file or a name on the Hub. The text is a
-file or a folder, best like what the model will see in use.
+The model is one that `lsgpt convert` takes: a folder, a GGUF file or a name on the Hub. The text is a file or a
+folder, best like what the model will see in use.
 """
 
 import argparse

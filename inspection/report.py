@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
+from lsgpt.training.results import finite
 from lsgpt.utilities import table
 from lsgpt.utilities.plots import heat_map
 
@@ -217,7 +218,7 @@ def _format(figure: str, value: float) -> str:
 
 
 def _write_json(path: Path, statistics: AttentionStatistics, name: str, text: str, blocks: torch.Tensor):
-    values = {figure: _without_nan(x.tolist()) for figure, x in statistics.figures().items()}
+    values = {figure: finite(x.tolist()) for figure, x in statistics.figures().items()}
     kinds = [["local" if x else "global" for x in row] for row in statistics.is_local.tolist()]
     content = {
         "model": name,
@@ -230,10 +231,6 @@ def _write_json(path: Path, statistics: AttentionStatistics, name: str, text: st
         "figures": values,
     }
     path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
-
-
-def _without_nan(rows: list) -> list:
-    return [[None if math.isnan(x) else x for x in row] for row in rows]
 
 
 def plot_heads(path: str | Path, statistics: AttentionStatistics):
@@ -252,26 +249,23 @@ def plot_heads(path: str | Path, statistics: AttentionStatistics):
     cell = panel[0] + 1.3, panel[1] + 0.6
     size = columns * cell[0], rows * cell[1] + 0.5
     canvas = Figure(figsize=size)
-    has_both = statistics.is_local.any(1) & ~statistics.is_local.all(1)
+    num_global = (~statistics.is_local).sum(1).tolist()
     for number, (figure, values) in enumerate(figures.items()):
         row, column = divmod(number, columns)
         left, bottom = (column * cell[0] + 0.5) / size[0], ((rows - 1 - row) * cell[1] + 0.5) / size[1]
         axes = canvas.add_axes((left, bottom, panel[0] / size[0], panel[1] / size[1]))
         bar = canvas.add_axes((left + (panel[0] + 0.08) / size[0], bottom, 0.1 / size[0], panel[1] / size[1]))
-        image = heat_map(axes, values.numpy(), vmin=0)
+        image = heat_map(axes, values.numpy(), num_global, vmin=0)
         if figure in SHARES or figure.endswith("entropy"):
             image.set_clim(0, 1)
         canvas.colorbar(image, cax=bar, format="{x:.0%}" if figure in SHARES else "{x:g}")
-        for layer in has_both.nonzero().flatten().tolist():
-            edge = int((~statistics.is_local[layer]).sum()) - 0.5
-            axes.plot([edge, edge], [layer - 0.5, layer + 0.5], color="red", linewidth=2)
         axes.set_title(FIGURES[figure][0], fontsize=10)
         axes.set_xlabel("head" if row == rows - 1 else "")
         axes.set_ylabel("layer" if column == 0 else "")
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.yaxis.set_major_formatter(lambda row, _: str(dict(enumerate(statistics.layers)).get(int(row), "")))
-    if has_both.any():
+    if any(0 < count < num_heads for count in num_global):
         canvas.suptitle(
             "left of the red line: global heads; right of it: local heads", fontsize=10, y=1 - 0.1 / size[1]
         )

@@ -266,8 +266,7 @@ def flash_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Documents 
         "a 4-D `attention_mask`": v.mask is not None,
         "this kind of head": v.overlay is not None,
     }
-    if any(refused.values()):
-        what = next(name for name, is_given in refused.items() if is_given)
+    if what := next((name for name, is_given in refused.items() if is_given), None):
         raise ValueError(f'FlashAttention does not support {what}; use attn_implementation="sdpa"')
     if v.documents is not None:
         if v.batch_size > 1 or v.padding_mask is not None or not v.is_square:

@@ -71,6 +71,7 @@ class LSGPTMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Maps hidden states `(..., hidden_size)` to changes of the same shape."""
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))

@@ -316,8 +316,7 @@ def decide(first: Sequence[float], second: Sequence[float], equal: bool, margin:
     effect = statistics.fmean(differences)
     if num_seeds < 2:
         return Finding(INCONCLUSIVE, effect=effect, num_seeds=num_seeds)
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, num_seeds - 1))
-    half = quantile * statistics.stdev(differences) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, num_seeds - 1) * stats.sem(differences))
     low, high = effect - half, effect + half
     is_inside = margin is not None and -margin < low and high < margin
     undecided = f"equal within {margin:g}" if is_inside else INCONCLUSIVE

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from lsgpt.conversion.heads import replaced
 from lsgpt.inspection import FIGURES, head_figures
 from lsgpt.modeling_lsgpt import Visibility, attention_layers
 from lsgpt.training.metrics import IGNORED_LABEL, total_loss
@@ -58,23 +59,20 @@ def losses_by_context(
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """The attention logits of every layer, `(H, T, T)` without a mask, for one text `(T,)`."""
-    layers, logits = attention_layers(model), []
+    logits = []
 
-    def watch(layer):
-        def attend(query, key, *args, **kwargs):  # after QK-norm and rotary embeddings
+    def watching(layer, _):
+        attend = layer.attend
+
+        def watch(query, key, *args, **kwargs):  # after QK-norm and rotary embeddings
             keys = key.repeat_interleave(layer.num_key_value_groups, dim=1)
             logits.append((query @ keys.transpose(-1, -2))[0] * layer.scaling)
-            return type(layer).attend(layer, query, key, *args, **kwargs)
+            return attend(query, key, *args, **kwargs)
 
-        layer.attend = attend
+        return watch
 
-    for layer in layers:
-        watch(layer)
-    try:
+    with replaced(attention_layers(model), "attend", watching):
         model(ids[None], use_cache=False)
-    finally:
-        for layer in layers:
-            del layer.attend
     return logits
 
 

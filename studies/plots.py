@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
+from matplotlib.ticker import LogFormatter, NullLocator
 from scipy import stats
 
-from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, OTHERS
+from lsgpt.utilities.plots import BASELINE, GLOBAL, LOCAL, NUMBER, OTHERS
 
 
 STYLES = ("-", "--", ":", "-.")
-
-NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
 
 Curve = Sequence[tuple[float, float]]
 

@@ -2,7 +2,6 @@
 
 import fnmatch
 import json
-import math
 import os
 import signal
 import subprocess
@@ -11,9 +10,9 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.results import with_nan
 from lsgpt.utilities import format_duration, suggest, table
 
 from .comparisons import Runs
@@ -166,17 +165,8 @@ def read_runs(study: Study, folder: str | Path) -> Runs:
     runs: dict[str, list[dict]] = {arm: [] for arm in study.arms}
     for line in read_lines(folder):
         if line["arm"] in runs:
-            runs[line["arm"]].append({"seed": line["seed"], **_with_nan(line["values"])})
+            runs[line["arm"]].append({"seed": line["seed"], **with_nan(line["values"])})
     return {arm: of_arm for arm, of_arm in runs.items() if of_arm}
-
-
-def _with_nan(value: Any) -> Any:
-    """Replaces `None`, which stands for a number that is not finite, by NaN, also inside lists and dictionaries."""
-    if isinstance(value, dict):
-        return {key: _with_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(item) for item in value]
-    return math.nan if value is None else value
 
 
 def word_comparisons(study: Study, runs: Runs) -> str:

@@ -20,7 +20,7 @@ from datasets import (
     Features,
     IterableDataset,
     IterableDatasetDict,
-    Sequence,
+    List,
     Value,
     load_dataset,
 )
@@ -330,7 +330,7 @@ def pack(
         ValueError: If there is less than one block of tokens.
     """
     names = ["input_ids", "position_ids"] if respect_boundaries else ["input_ids"]
-    features = Features({name: Sequence(Value("int32")) for name in names})
+    features = Features({name: List(Value("int32")) for name in names})
     options = {"features": features, "with_indices": True, **_in_batches(tokens, "input_ids")}
     blocks = tokens.map(_Packer(block_size, respect_boundaries), **options)
     if isinstance(blocks, Dataset) and len(blocks) == 0:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shlex
+import tempfile
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -25,9 +26,7 @@ def make_folder(args: TrainingArguments):
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        test_file = folder / ".can_write"
-        test_file.touch()
-        test_file.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"`output_dir` must be a writable folder; got {str(folder)!r}: {error}") from error
 

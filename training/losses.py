@@ -125,8 +125,6 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
             total = total + checkpoint(sum_of, *chunk, use_reentrant=False, preserve_rng_state=False)
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)
-        elif isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
     return compute_loss

@@ -1,6 +1,5 @@
 """Perplexity, bits per byte and loss by position, averaged over tokens and not over batches."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -137,7 +136,7 @@ def count_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         ValueError: If the tokenizer is of another kind, whose tokens do not show the text they stand for.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = str(json.loads(backend.to_str())["decoder"] if backend else None)
+    decoder = repr(backend.decoder if backend else None)
     is_byte_level = "ByteLevel" in decoder
     if not is_byte_level and _METASPACE not in decoder:
         raise ValueError(

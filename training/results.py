@@ -82,6 +82,11 @@ def finite(value: Any) -> Any:
     return _map(value, lambda x: x if _is_finite(x) else None)
 
 
+def with_nan(value: Any) -> Any:
+    """Replaces `None`, which stands for a number that is not finite, by NaN, also inside lists and dictionaries."""
+    return _map(value, lambda x: math.nan if x is None else x)
+
+
 def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 

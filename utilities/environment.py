@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil  # a dependency of Accelerate
 import torch
 
 
@@ -16,9 +17,8 @@ _REPORTED_PACKAGES = ("lsgpt", "torch", "transformers", "accelerate", "datasets"
 
 def describe_environment() -> dict[str, str]:
     """Returns the hardware, software versions and commit of this project, which all reports contain."""
-    hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used"
-    if hasattr(os, "sysconf"):
-        hardware += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    memory = psutil.virtual_memory().total / 2**30
+    hardware = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores used, {memory:.0f} GiB"
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         name = torch.cuda.get_device_name()
@@ -68,8 +68,6 @@ def peak_memory() -> int:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # not Linux
         if sys.platform == "win32":
-            import psutil  # noqa: PLC0415 (a dependency of Accelerate; only needed here)
-
             return psutil.Process().memory_info().peak_wset
         import resource  # noqa: PLC0415 (not available on Windows)
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
@@ -27,13 +27,12 @@ OTHERS = ("#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#5e3c99", "#a6761d", "#e7
 
 def plot_curves(
     path: str | Path,
-    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
     xlabel: str,
     ylabel: str,
     log_x: bool = False,
     log_y: bool = False,
     threshold: float | None = None,
-    log_base: int = 2,
 ):
     """
     Draws curves in one plot. Points that cannot be drawn (NaN, infinity, and values that are not positive on a
@@ -41,28 +40,25 @@ def plot_curves(
 
     Args:
         path: The PNG file to write.
-        curves: For each label, a list of curves, which are lists of points `(x, y)`. The curves of a label, such as
-            the seeds of an experiment, share a colour and a legend entry.
+        curves: For each label, the points `(x, y)`.
         xlabel, ylabel: What the axes show, with units.
-        log_x, log_y: Whether the axes are logarithmic. The ticks of a logarithmic x-axis are powers of `log_base`,
-            those of a linear one are integers.
+        log_x, log_y: Whether the axes are logarithmic. The ticks of a logarithmic x-axis are powers of 2, those of a
+            linear one are integers.
         threshold: Height of a dashed line.
-        log_base: Base of a logarithmic x-axis, 2 or 10.
     """
     # A Figure without pyplot opens no window and does not change the caller's backend.
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     heights, missing = [threshold] if threshold is not None else [], False
-    for number, (label, lines) in enumerate(curves.items()):
-        for i, line in enumerate(line for line in lines if line):
-            shown = [(x, y) for x, y in line if math.isfinite(y) and not (log_y and y <= 0)]
-            lost = [x for x, y in line if not math.isfinite(y) or (log_y and y <= 0)]
-            style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(shown) < 20 else {}
-            x, y = zip(*shown) if shown else ((), ())
-            axes.plot(x, y, color=f"C{number}", linewidth=1.2, label=None if i else label, **style)
-            upper_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-            axes.plot(lost, [1.0] * len(lost), "x", color=f"C{number}", markersize=6, **upper_edge)
-            heights, missing = [*heights, *y], missing or bool(lost)
+    for number, (label, line) in enumerate(curves.items()):
+        shown = [(x, y) for x, y in line if math.isfinite(y) and not (log_y and y <= 0)]
+        lost = [x for x, y in line if not math.isfinite(y) or (log_y and y <= 0)]
+        style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(shown) < 20 else {}
+        x, y = zip(*shown) if shown else ((), ())
+        axes.plot(x, y, color=f"C{number}", linewidth=1.2, label=label if line else None, **style)
+        upper_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(lost, [1.0] * len(lost), "x", color=f"C{number}", markersize=6, **upper_edge)
+        heights, missing = [*heights, *y], missing or bool(lost)
     if threshold is not None:
         axes.axhline(threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
     if missing:
@@ -70,8 +66,8 @@ def plot_curves(
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if log_x:
-        axes.set_xscale("log", base=log_base)
-        axes.xaxis.set_major_formatter(_NUMBER)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(NUMBER)
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(9, integer=True))
@@ -84,7 +80,8 @@ def plot_curves(
     figure.savefig(path, dpi=150)
 
 
-_NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
+NUMBER = "{x:,g}"
+"""Format of the numbers on logarithmic axes: plain ones."""
 
 
 def _set_log_ticks(axis: Axis, values: Sequence[float]):
@@ -92,7 +89,7 @@ def _set_log_ticks(axis: Axis, values: Sequence[float]):
     ratio = max(values) / min(values)
     steps = (1, 2, 5) if ratio < 1e3 else (1,)
     axis.set_major_locator(MaxNLocator(6) if ratio < 10 else LogLocator(subs=steps, numticks=10))
-    axis.set_major_formatter(_NUMBER)
+    axis.set_major_formatter(NUMBER)
     axis.set_minor_locator(NullLocator())
 
 
@@ -114,12 +111,13 @@ def average_in_bins(loss_by_position: Sequence[float]) -> list[tuple[float, floa
 def heat_map(axes: Axes, values: np.ndarray, num_global: Sequence[int] = (), **options: Any) -> AxesImage:
     """
     Draws a map of layers by heads. Heads whose value is not finite are grey. `num_global`, the number of global heads
-    of each layer, draws a red line between the two kinds of heads. `options` are those of `imshow`.
+    of each layer, draws a red line between the kinds of heads where a layer has both. `options` are those of `imshow`.
     """
     colors = colormaps["viridis"].with_extremes(bad="lightgrey")
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=colors, **options)
     for layer, count in enumerate(num_global):
-        axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
+        if 0 < count < values.shape[1]:
+            axes.plot([count - 0.5] * 2, [layer - 0.5, layer + 0.5], color="red", linewidth=2)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))

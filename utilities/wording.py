@@ -21,10 +21,9 @@ def with_unit(value: float, unit: str = "") -> str:
 
 def format_duration(seconds: float) -> str:
     """Formats a duration: 45 s, 3.4 min, 2.1 h."""
-    for limit, size, unit in ((90, 1, "s"), (90 * 60, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / size:.{0 if size == 1 else 1}f} {unit}"
-    return f"{seconds / 3600:.1f} h"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def table(rows: Iterable[Iterable], head: Sequence[str] = ("", "")) -> str:
