@@ -112,23 +112,25 @@ def test_repeating_a_recipe_goes_elsewhere_and_gives_the_same(trained, monkeypat
 
 
 def test_generate_streams_what_the_model_generates(trained, capsys):
+    """Greedily, and by sampling that leaves nothing but the most likely token."""
     folder = trained[0] / "runs" / "demo"
-    assert lsgpt_cli.main(["generate", str(folder), "import", "--greedy", "--max_new_tokens", "12"]) == 0
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer("import", return_tensors="pt", return_token_type_ids=False)
     expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    for options in (["--greedy"], ["--top-k", "1"], ["--temperature", "1e-6"]):
+        assert lsgpt_cli.main(["generate", str(folder), "import", *options, "--max_new_tokens", "12"]) == 0
+        assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
-@pytest.mark.parametrize("prompt", ["import", "def "])
-def test_generate_samples_what_the_model_samples(trained, capsys, prompt):
+@pytest.mark.parametrize(("prompt", "seed"), [("import", 3), ("def ", 0)])
+def test_generate_samples_what_the_model_samples(trained, capsys, prompt, seed):
     folder = str(trained[0] / "runs" / "demo")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    set_seed(3)
+    set_seed(seed)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=0.8, top_k=50)
     for option in ("--max-new-tokens", "--max_new_tokens"):
-        assert lsgpt_cli.main(["generate", folder, prompt, "--seed", "3", option, "20"]) == 0
+        assert lsgpt_cli.main(["generate", folder, prompt, "--seed", str(seed), option, "20"]) == 0
         assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 

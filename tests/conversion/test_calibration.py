@@ -409,17 +409,21 @@ def test_impossible_shares_of_the_cache(tiny_config):
         budget_heads(tiny_config(num_global_heads=6, num_key_value_heads=1), 0.5, "layer")
 
 
-def test_all_of_the_text_is_measured(gpt2, monkeypatch):
-    """A block has whole pieces, and the report's number of tokens is that of the pieces."""
+@pytest.mark.parametrize(("window", "lengths"), [(6, 6 * [24]), (30, 3 * [60])])
+def test_all_of_the_text_is_measured(gpt2, monkeypatch, window, lengths):
+    """
+    A block has whole pieces, and the report's number of tokens is that of the pieces. These have four windows if this
+    is within limits, and two in any case.
+    """
     model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
     tokenizer, pieces = AutoTokenizer.from_pretrained(gpt2 / "model"), []
-    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (20, 48))  # four windows lie between
+    monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (20, 48))
     monkeypatch.setattr(
         "lsgpt.conversion.calibration.measure_changes", lambda *x: pieces.extend(x[1]) or measure_changes(*x)
     )
-    calibration = calibrate(model, tokenizer, str(gpt2 / "text.jsonl"), 4, 6, max_blocks=3)
-    assert [len(piece) for piece in pieces] == 6 * [24]
-    assert calibration.num_tokens == (144, 144)
+    calibration = calibrate(model, tokenizer, str(gpt2 / "text.jsonl"), 4, window, max_blocks=3)
+    assert [len(piece) for piece in pieces] == lengths
+    assert calibration.num_tokens == (sum(lengths), sum(lengths))
 
 
 def test_only_models_with_global_heads_alone_are_taken(tiny_model):
@@ -501,21 +505,27 @@ def test_command(gpt2, tmp_path, capsys):
 
 
 def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
-    """Of both models, for every kind of question, about other numbers than those that chose."""
-    made = []
-    monkeypatch.setattr(
-        "lsgpt.conversion.calibration.make_passages", lambda *x, **y: made.append(make_passages(*x, **y)) or made[-1]
-    )
+    """Of both models, for every kind of question, about other numbers, in other text, than those that chose."""
+    made, texts = [], []
+
+    def make(tokenizer, text, *others, **options):
+        texts.append(text)
+        made.append(make_passages(tokenizer, text, *others, **options))
+        return made[-1]
+
+    monkeypatch.setattr("lsgpt.conversion.calibration.make_passages", make)
     asked = []
     monkeypatch.setattr("lsgpt.conversion.calibration.recall", lambda *x, **y: asked.append(x[1]) or recall(*x, **y))
     model = tiny_model(num_global_heads=6, num_key_value_heads=3, vocab_size=258, max_position_embeddings=1024)
     tokenizer = train_tokenizer([], vocab_size=258)
     text = tmp_path / "text.txt"
-    text.write_text("All work and no play makes Jack a dull boy. " * 80)
+    text.write_text("".join(f"line {i}\n" for i in range(400)))
     calibration = calibrate(model, tokenizer, str(text), 0.4, 8, max_blocks=1)
     assert calibration.changes.retrieval is not None
     answers = [{tuple(q.ids.tolist()) for passage in passages for q in passage.questions} for passages in made[-2:]]
     assert answers[0].isdisjoint(answers[1])
+    parts = read_blocks(str(text), tokenizer, 1024, 1)
+    assert all(torch.equal(ids, torch.cat(part)) for ids, part in zip(texts[-2:], parts))
     assert len(asked) == 2 and all(passages is made[-1] for passages in asked)
     assert (calibration.num_tokens, calibration.num_passages) == ((1024, 1024), 2)
     assert list(calibration.perplexities) == list(calibration.retrieval) == ["source", "chosen"]

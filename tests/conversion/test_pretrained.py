@@ -29,7 +29,15 @@ from transformers import (
 )
 
 import lsgpt_cli
-from lsgpt.conversion import budget_heads, convert, convert_pretrained, load_pretrained, shards, with_global_heads
+from lsgpt.conversion import (
+    Sinks,
+    budget_heads,
+    convert,
+    convert_pretrained,
+    load_pretrained,
+    shards,
+    with_global_heads,
+)
 from lsgpt.model_cards import make_card
 from lsgpt.training import train_tokenizer
 
@@ -221,6 +229,13 @@ def test_windows_of_layers_stay(heads, window, message):
     model = convert_pretrained(make_source(Gemma3TextConfig, **GEMMA))
     with pytest.raises(ValueError, match=message):
         with_global_heads(model, heads, window)
+
+
+def test_layers_with_a_window_get_no_sinks():
+    model = convert_pretrained(make_source(Gemma3TextConfig, **GEMMA))
+    sinks = Sinks(torch.zeros(3, 6), torch.zeros(3, 2, 16))
+    with pytest.raises(ValueError, match="`sinks` must be None for a model with layers that have a window"):
+        with_global_heads(model, [[], [], [0]], 8, sinks)
 
 
 def test_heads_of_models_with_windows_are_not_measured(tmp_path):
@@ -479,6 +494,16 @@ def test_gguf(config_class, values, tmp_path, capsys):
         assert "Digits" in loaded.backend_tokenizer.to_str()
     card = {"license": "apache-2.0", "license_link": "https://example.org/license", "base_model": "some/tiny"}
     assert metadata_load(tmp_path / "out" / "README.md") == card
+
+
+def test_gguf_with_a_licence_that_the_hub_does_not_list(tmp_path):
+    names = {"general__license": "other", "general__license__name": "mine", "general__license__link": "LICENSE"}
+    write_gguf(tmp_path / "tiny.gguf", make_source(), **names)
+    (tmp_path / "LICENSE").write_text("the licence")
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    card = metadata_load(tmp_path / "out" / "README.md")
+    assert card == {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
+    assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
 
 
 @pytest.mark.parametrize(

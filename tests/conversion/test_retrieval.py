@@ -45,6 +45,8 @@ def test_numbers_are_far_from_their_questions(tokenizer, passages):
 def test_neither_distance_nor_text_goes_along_with_anything(tokenizer, passages):
     distances = torch.tensor([[question.distance for question in passage.questions] for passage in passages])
     assert (distances.amin(0) < 0.4 * LENGTH).all() and (distances.amax(0) > 0.6 * LENGTH).all()
+    ends = [passage.end for passage in passages]
+    assert max(ends) - min(ends) > 2000
     fewer = make_passages(tokenizer, torch.arange(5000) % 256, LENGTH, 3, DISTANCE)
     assert all(torch.equal(*pair) for pair in zip([p.ids for p in fewer], [p.ids for p in passages]))
     others = [

@@ -137,7 +137,8 @@ def test_all_chat_templates_are_published(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(folder)
-    publish(folder, "ada/tiny", dry_run=True, license="mit", output=tmp_path / "out")
+    command = ["publish", str(folder), "ada/tiny", "--dry-run", "--license", "mit", "--output", str(tmp_path / "out")]
+    assert lsgpt_cli.main(command) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
 
 
@@ -293,6 +294,15 @@ def test_nothing_is_made_without_a_right_to_it(hub, folder, monkeypatch):
     assert set(hub.repos) == repos
 
 
+def test_a_repository_that_appears_meanwhile_stays(hub, folder, monkeypatch):
+    """Between the check and the upload, somebody makes one of this name."""
+    monkeypatch.setattr(sys.modules[publish.__module__], "_check_access", lambda repo_id: None)
+    monkeypatch.setitem(hub.repos, "ada/busy", {"notes.txt": b"important"})
+    monkeypatch.setattr(hub, "refused", "/commit/main")
+    refused("nothing was created", folder, "ada/busy")
+    assert hub.repos["ada/busy"] == {"notes.txt": b"important"}
+
+
 @pytest.mark.parametrize(
     "endpoint", ["/validate-yaml", "/repos/create", "/preupload/main", "/objects/batch", "/commit/main"]
 )
@@ -335,6 +345,12 @@ def forget_a_tensor(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.extra"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def spoil_a_tensor(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
@@ -374,6 +390,7 @@ def leave_a_licence_without_a_name(folder):
         (spoil_a_tensor, r"must be finite; model\.norm\.weight has NaN"),
         (break_tokenizer, r"no tokenizer_config\.json"),
         (swap_tokenizers, r"must be the model's: it has 700 tokens, and the model's `vocab_size` is 600"),
+        (add_a_tensor, r": model\.extra"),
         (break_code, r"lacks visibility_lsgpt\.py"),
         (leave_a_token, "must not hold `hub_token`"),
         (leave_a_licence_without_a_name, "`license_name` and `license_link`"),
@@ -425,6 +442,16 @@ def test_data_and_base_models_of_the_hub_are_named(folder):
     assert "[emozilla/pg19](https://huggingface.co/datasets/emozilla/pg19)" in card.text
     assert "started from the weights of [ada/base](https://huggingface.co/ada/base)" in card.text
     assert "undertrained" not in card.text  # the base model may have seen enough
+
+
+def test_the_licence_of_a_run_comes_before_that_of_its_start(folder, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: gpl-3.0\n---\n")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": str(tmp_path / "base")}
+    for own, expected in (("mit", "mit"), (None, "gpl-3.0")):
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"license": own}))
+        data = make_card(folder, "ada/tiny").data
+        assert (data.license, data.base_model) == (expected, None)  # a folder of this machine is no model of the Hub
 
 
 @pytest.mark.parametrize("preset", list_presets())

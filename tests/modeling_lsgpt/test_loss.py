@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lsgpt import LSGPTForCausalLM
-from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy, _is_plain_matrix
+from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy, _is_plain_matrix, causal_lm_loss
 
 
 def batch(length=45):
@@ -211,6 +211,13 @@ def test_loss_of_a_model_in_half_precision(tiny_model, dtype):
         assert gradients[name].dtype == dtype
         difference = (gradients[name] - usual_gradient).float().norm()
         assert difference <= 4 * torch.finfo(dtype).eps * usual_gradient.float().norm(), name
+
+
+def test_loss_of_a_called_head_in_half_precision_is_computed_in_float32():
+    states, labels = torch.randn(2, 40, 19).bfloat16(), torch.randint(37, (2, 40))
+    head = torch.nn.Linear(19, 37).bfloat16()  # with a bias, so that it is called
+    expected = F.cross_entropy(head(states).float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(causal_lm_loss(states, head, labels), expected)
 
 
 def test_compiled_and_checkpointed(tiny_model, fresh_compiler):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from study_reports import run_here
 
+import lsgpt_cli
 from lsgpt.configuration import load_arms
 from lsgpt.studies import RecipeArms, compare, read_lines, write_report
 from lsgpt.studies.compare import resolve_arm
@@ -137,6 +138,14 @@ def test_mistakes_are_found_before_the_first_run(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         compare("tiny.yaml", **arguments)
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_passes_its_options_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr(sys.modules[compare.__module__], "compare", lambda *arguments: calls.append(arguments))
+    options = ["--arms-file", "arms.yaml", "--output-dir", "here", "--processes", "3", "--max_steps", "5"]
+    assert lsgpt_cli.main(["compare", "tiny.yaml", "--arms", "ls, wild", "--seeds", "2", *options]) == 0
+    assert calls == [("tiny.yaml", ["ls", "wild"], 2, "here", ["--max_steps", "5"], "arms.yaml", 3)]
 
 
 def test_a_run_that_fails_is_shown(tmp_path, monkeypatch):

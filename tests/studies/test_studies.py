@@ -142,6 +142,14 @@ def test_mistakes_are_found_before_the_first_run(arguments, message, capsys):
     assert not list(Path().glob("runs/*/runs.jsonl"))
 
 
+def test_the_command_passes_its_options_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr("lsgpt.studies.run_study", lambda study, *arguments: calls.append((study.name, *arguments)))
+    options = ["--seeds", "2", "--only", "ls-*,mhsa", "--output-dir", "here", "--processes", "3", "--max_steps", "5"]
+    assert lsgpt_cli.main(["study", "learning-rates", *options]) == 0
+    assert calls == [("learning-rates", 2, ["ls-*", "mhsa"], "here", 3, ["--max_steps", "5"])]
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
 def test_committed_reports_are_made_of_committed_results(tmp_path, file):
     text = (file.parent / "report.md").read_text()

@@ -90,6 +90,16 @@ def test_a_training_may_be_the_beginning_of_a_longer_schedule(tiny_model, tmp_pa
     assert len(timer.seconds) == 4 and timer.tokens_per_second == timer.tokens[3] / timer.seconds[3] > 0
 
 
+def test_what_is_between_steps_takes_no_time(monkeypatch):
+    timer = StepTimerCallback()
+    clock = SimpleNamespace(perf_counter=iter([5, 6, 10, 12]).__next__)
+    monkeypatch.setattr("lsgpt.training.callbacks.time", clock)
+    for _ in range(2):
+        timer.on_step_begin(None, None, None)
+        timer.on_step_end(None, None, None)
+    assert timer.seconds == [1, 2]
+
+
 def test_tokens_of_all_processes_count_and_those_of_shared_rows_once():
     timer, state = StepTimerCallback(), SimpleNamespace(global_step=0, num_input_tokens_seen=0)
     timer._step_tokens, sharing = 30, SimpleNamespace(cp_size=2)
@@ -118,8 +128,9 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path):
-    """Nobody would look at it: it goes to the handler of before, at once. A thread cannot handle it."""
+def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path, caplog, monkeypatch):
+    """Nobody would look at it: it goes to the handler of before, at once. A thread cannot handle it, and says so."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     rows = [{"input_ids": [i, 2, 3, 4, 5], "labels": [i, 2, 3, 4, 5]} for i in range(8)]
     args = TrainingArguments(tmp_path, max_steps=1, save_strategy="no", use_cpu=True, report_to="none")
 
@@ -140,6 +151,7 @@ def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path):
         thread.start()
         thread.join()
         assert trainer.state.global_step == 1
+        assert "SIGTERM will not save a checkpoint" in caplog.text
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [1, 1]
     finally:
@@ -253,6 +265,14 @@ def test_a_training_that_an_exception_ended_leaves_nothing_to_the_next(tiny_mode
     assert len(model._forward_hooks) == 1
     callback.on_train_end(args, TrainerState(), None)
     assert not model._forward_hooks
+
+
+def test_the_logits_of_a_teacher_are_not_kept(tiny_model, tmp_path):
+    model, callback, ids = tiny_model().train(), StopOnBadLossCallback(), torch.randint(97, (1, 9))
+    callback.on_train_begin(TrainingArguments(tmp_path, use_cpu=True), TrainerState(), None, model=model)
+    model(input_ids=ids, labels=ids, skip_logits=True, teacher_logits=torch.randn(1, 9, 97))
+    ((inputs, _),) = callback._batches
+    assert inputs.keys() == {"input_ids", "labels", "skip_logits"}
 
 
 def test_a_loss_from_outside_the_model_is_left_alone(tiny_model, tmp_path):

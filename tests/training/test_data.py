@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
@@ -21,7 +21,7 @@ from lsgpt.training import (
 )
 from lsgpt.training.arguments import DataArguments
 from lsgpt.training.data import Passes, _is_held_out, first_characters, load_stdlib
-from lsgpt.training.train import make_tokenizer
+from lsgpt.training.train import load_texts, make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,11 @@ def test_split_and_order_do_not_depend_on_the_machine(tmp_path):
         assert [path for path in third[split]["path"] if path != "one_more.py"] == first[split]["path"][:]
 
 
+def test_a_twentieth_of_the_library_is_held_out(tmp_path):
+    make_library(tmp_path, [f"module{i}.py" for i in range(2000)])
+    assert len(load_stdlib(tmp_path)["validation"]) == pytest.approx(2000 / 20, abs=30)
+
+
 def test_library_without_source_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="needs Python's source files; found 0 in"):
         load_stdlib(tmp_path)
@@ -101,6 +106,18 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="there is no file or folder") as error:
             load_documents(name)
         assert ("did you mean 'dune.txt'" in str(error.value)) == (name == "books/dnue.txt")
+
+
+def test_the_hub_is_asked_for_the_configuration_of_the_arguments(monkeypatch):
+    calls = []
+
+    def load_dataset(path, **options):
+        calls.append((path, options))
+        return DatasetDict({"train": Dataset.from_dict({"body": TEXTS})})
+
+    monkeypatch.setattr("lsgpt.training.data.load_dataset", load_dataset)
+    load_texts(DataArguments(dataset_name="a/b", dataset_config_name="en", text_column="body"))
+    assert calls == [("a/b", {"name": "en", "streaming": False})]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -222,11 +239,13 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
         assert len(list(load_documents(str(folder / "some.jsonl"), streaming=streaming)["train"])) == 45 - len(
             held_out
         )
-        write_json_lines(folder / "valid.jsonl", ["held out"])
         write_json_lines(folder / "test.jsonl", [""])  # not used, and need not be of use
-        splits = load_documents(str(folder), streaming=streaming)
-        assert [document["text"] for document in splits["validation"]] == ["held out"]
-        assert len(list(splits["train"])) == 45
+        for name in ("validation", "valid", "val", "dev"):
+            write_json_lines(folder / f"{name}.jsonl", ["held out"])
+            splits = load_documents(str(folder), streaming=streaming)
+            assert [document["text"] for document in splits["validation"]] == ["held out"]
+            assert len(list(splits["train"])) == 45
+            (folder / f"{name}.jsonl").unlink()
 
 
 def test_which_documents_are_held_out(tmp_path):
@@ -289,6 +308,14 @@ def test_passes_over_a_stream_have_full_batches_and_each_row_once(num_workers, n
     assert passes[0] != passes[1] != passes[2]
     with pytest.raises(ValueError, match="the stream has none"):
         next(iter(Passes(DataLoader(rows.filter(lambda row: False), batch_size=None), 4, list, 0, 1)))
+
+
+def test_options_of_the_data_loader_are_those_of_a_stream(tiny_model, tmp_path):
+    stream = Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset()
+    options = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 5, "dataloader_persistent_workers": True}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", max_steps=1, **options)
+    rows = LSGPTTrainer(tiny_model(), args, train_dataset=stream).get_train_dataloader().dataset.rows
+    assert (rows.num_workers, rows.prefetch_factor, rows.persistent_workers) == (1, 5, True)
 
 
 def test_two_readers_of_one_packed_stream_are_refused(tmp_path, tokenizer):

@@ -146,7 +146,7 @@ def test_divergence_and_its_gradients_are_those_of_the_dense_one(num_tokens):
     """In float64 only rounding is left; the gradient that comes from above is not 1, and asked for twice."""
     states = torch.randn(num_tokens, 19, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 19, dtype=torch.float64, requires_grad=True)
-    teacher = 3 * torch.randn(num_tokens, 37)
+    teacher = (3 * torch.randn(num_tokens, 37)).bfloat16()  # computed with in the precision of the others
     targets = torch.randint(37, (num_tokens,))
     targets[2::5] = -100
     log_p = teacher.double().log_softmax(-1)
@@ -225,7 +225,7 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(tmp_path):
 # Teachers
 
 
-def test_teacher_of_another_kind(folder):
+def test_teacher_of_another_kind(folder, tmp_path):
     """GPT-2; what it makes of packed documents is what it makes of each alone. It is frozen, in evaluation mode."""
     config = GPT2Config(vocab_size=300, n_embd=24, n_layer=2, n_head=3, n_positions=64, initializer_range=0.2)
     GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
@@ -244,6 +244,8 @@ def test_teacher_of_another_kind(folder):
     in_float16 = SimpleNamespace(mixed_precision="fp16", device="cpu")  # which trains on GPUs only
     half = [load_teacher(str(folder / "gpt2"), args).dtype for args in (in_bfloat16, in_float16)]
     assert [teacher.dtype, *half] == [torch.float32, torch.bfloat16, torch.float16]
+    # It has as many positions as a block, and no tokenizer: Transformers makes one up that has only special tokens.
+    build_trainer(arguments_of(teacher="gpt2", block_size=64, output_dir=tmp_path))
 
 
 @pytest.mark.parametrize("field", ["attention_sinks", "use_bias", "qk_norm"])
@@ -414,6 +416,11 @@ def test_light_trains_vectors_only(tmp_path, capsys):
     assert changed == {name for name, weight in before.items() if weight.ndim == 1}
     assert sum("sinks" in name for name in changed) == 2
     assert f"Training {sum(before[name].numel() for name in changed)} of " in capsys.readouterr().out
+
+
+def test_sinks_may_have_a_learning_rate_of_0(tmp_path):
+    optimizer = build_trainer(arguments_of(sink_learning_rate=0, output_dir=tmp_path)).create_optimizer()
+    assert [group["lr"] for group in optimizer.param_groups for _ in group["params"]].count(0) == 4
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora"])

@@ -82,6 +82,8 @@ def test_values_and_gradients_for_a_classifier(loss, formula):
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient(found, logits), gradient(expected, logits))
     assert torch.autograd.gradcheck(lambda x: loss((x,), labels), logits)
+    half = logits.bfloat16()  # computed with in float32
+    torch.testing.assert_close(loss((half,), labels), loss((half.float(),), labels))
 
 
 @pytest.mark.parametrize("make", [exponentiated_loss, generalized_cross_entropy])

@@ -123,8 +123,11 @@ def test_first_ratio_is_one(build, name):
 
 @both
 def test_noise_that_was_drawn_is_what_is_scored(build, name):
-    """Without noise, u is log(p + 1e-6): every counted candidate has the density exp(-1) at 0."""
-    trainer = build(name, noise_factor=0, top_p=1.0)
+    """
+    Without noise, u is log(p + 1e-6): every counted candidate has the density exp(-1) at 0. Mixed at the default
+    temperature, the inputs would be others, and so would p.
+    """
+    trainer = build(name, noise_factor=0, top_p=1.0, gumbel_temperature=1.0)
     inputs = trainer._generate_and_score_completions(rows_of())
     log_probs, _ = score(trainer, inputs)
     soft = log_probs[inputs["is_soft"]].detach()
@@ -190,14 +193,20 @@ def test_inputs_have_no_gradient(build):
     trainer._compute_loss(trainer.model, inputs).backward()
     assert trainer.model.get_input_embeddings().weight.grad is None  # not tied
     assert trainer.model.lm_head.weight.grad.any()
+    assert trainer.args.ddp_find_unused_parameters is True  # or DDP would wait for the gradient
+    assert build("llama", ddp_find_unused_parameters=False).args.ddp_find_unused_parameters is False
 
 
-def test_tokens_that_were_put_in_are_not_trained_on(build):
+def test_tokens_that_were_put_in_are_not_trained_on(build, monkeypatch):
     trainer = build("llama", max_thinking_tokens=1)
     inputs = trainer._generate_and_score_completions(rows_of())
     forced = inputs["tool_mask"] == 0
     assert forced.any() and (inputs["completion_ids"][forced] == END).all() and forced[:, 1].sum() == forced.sum()
     assert inputs["num_items_in_batch"] == (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+    gather = trainer.accelerator.gather  # of two processes, for numbers
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda x: gather(x) if x.ndim else x.repeat(2))
+    inputs = trainer._generate_and_score_completions(rows_of())
+    assert inputs["num_items_in_batch"] == 2 * (inputs["completion_mask"] * inputs["tool_mask"]).sum()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,7 @@ def test_training(build, name, options, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     assert all(torch.equal(saved[key], after[key]) for key in after)
     assert math.isfinite(trainer.evaluate()["eval_loss"])
+    assert trainer.state.log_history[-1]["eval_completions/mean_thinking_length"] > 0
 
 
 def test_adapters_are_trained_against_the_model_without_them(build):
@@ -239,6 +249,8 @@ def test_entropies_have_a_gradient_where_the_loss_has_them(build, entropy_coef):
     inputs = trainer._generate_and_score_completions(rows_of())
     log_probs, entropies = score(trainer, inputs)
     assert log_probs.requires_grad and entropies.requires_grad == (entropy_coef > 0)
+    trainer.args.use_adaptive_entropy = True  # a weight that may begin at 0 and grow
+    assert score(trainer, inputs)[1].requires_grad
 
 
 def test_training_raises_the_reward(build):
@@ -274,6 +286,7 @@ def test_values_out_of_range_are_refused(options, message, tmp_path):
     [
         {"use_vllm": True},
         {"use_transformers_continuous_batching": True},
+        {"use_transformers_paged": True},
         {"min_p": 0.1},
         {"repetition_penalty": 1.1},
         {"generation_kwargs": {"num_beams": 2}},
@@ -292,6 +305,7 @@ def test_published_values_are_the_defaults(tmp_path):
     assert (config.learning_rate, config.beta, config.num_generations) == (1e-6, 0.001, 8)
     assert (config.epsilon, config.epsilon_high, config.delta, config.entropy_coef) == (0.2, None, 3.0, 0.0)
     assert (config.loss_type, config.use_bias_correction_kl, config.max_grad_norm) == ("bnpo", False, 1.0)
+    assert (config.lr_scheduler_type, config.weight_decay) == ("constant", 0.01)
 
 
 @pytest.mark.parametrize("token", ["</thought>", "1 +"])
@@ -335,6 +349,27 @@ def test_other_arguments_are_refused(tmp_path, tokenizer):
             processing_class=tokenizer,
             rollout_func=print,
         )
+
+
+@pytest.mark.parametrize(
+    ("attribute", "name"),
+    [
+        ("tools", "tools"),
+        ("environment_factories", "environment_factory"),
+        ("_is_vlm", "processing_class with images"),
+        ("aux_loss_enabled", "router_aux_loss_coef"),
+    ],
+)
+def test_what_only_grpo_can_do_is_refused(build, monkeypatch, attribute, name):
+    init = GRPOTrainer.__init__
+
+    def with_more(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        setattr(self, attribute, True)
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", with_more)
+    with pytest.raises(ValueError, match=f"`{name}` is not supported by SofT-GRPO"):
+        build("lsgpt")
 
 
 @pytest.mark.parametrize(("how", "is_refused"), [("fsdp", True), ("zero 3", True), ("zero 2", False)])

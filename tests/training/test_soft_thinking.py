@@ -165,6 +165,8 @@ def test_log_probabilities_of_completions_are_those_of_each_step():
     soft = soft_log_probs(logits, candidate_ids, noisy, 0.9)
     usual = torch.distributions.Categorical(logits=logits / 0.9).log_prob(token_ids)
     torch.testing.assert_close(log_probs, torch.where(is_soft, soft, usual))
+    half, steps = logits.bfloat16(), (token_ids, candidate_ids, noisy.float(), is_soft)
+    torch.testing.assert_close(completion_log_probs(half, *steps), completion_log_probs(half.float(), *steps))
 
 
 # Rollouts

@@ -189,6 +189,15 @@ def test_stop_saves_and_ends(tiny_model, tmp_path):
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
 
+def test_explosions_are_warned_of_by_default(tiny_model, tmp_path, caplog, monkeypatch):
+    """Not those that are measured and not logged."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    callback = LogitTelemetryCallback(every_n_steps=1, threshold=20, log_every_n_steps=2)
+    train(exploding(tiny_model).train(), tmp_path, callback, max_steps=2)
+    (warning,) = (record.message for record in caplog.records if "with logits over 20" in record.message)
+    assert warning.startswith("step 2: ") and warning.endswith(" of layer 0")
+
+
 @pytest.mark.parametrize("values", [{}, {"num_key_value_heads": 3}, {"use_bias": True}])
 def test_clip_keeps_the_maximum_at_the_threshold_and_other_heads_as_they_are(tiny_model, values):
     model = exploding(tiny_model, **values)

@@ -165,12 +165,13 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
     train("--resume_from_checkpoint", killed)
     assert_equal_weights(killed, whole)
 
-    tokens = []  # of one pass: of two equal streams, and one with another seed
-    for seed in ("--seed=1", "--seed=1", "--data_seed=2"):
+    tokens = []  # of one pass: of two equal streams, and two with another seed
+    for seed in ("--seed=1", "--seed=1", "--data_seed=0", "--seed=0"):
         arguments = parse_arguments(file, ["--output_dir", str(tmp_path / "other"), seed])
         trainer = build_trainer(arguments)
         tokens.append([row["input_ids"] for row in trainer.train_dataset])
     assert tokens[0] == tokens[1] != tokens[2] and sorted(tokens[0]) == sorted(tokens[2])
+    assert tokens[2] == tokens[3]
     assert 2 * len(tokens[0]) < 9 * 6 and len(tokens[0]) % 6  # or else no pass would end within a step
 
     for option, message in (
@@ -209,6 +210,7 @@ def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):
         ({}, [40, 40, 40, 20] * 2),  # the last step of a pass has what is left of the seven rows
         ({"dataloader_drop_last": True}, [40] * 6),
         ({"gradient_accumulation_steps": 3}, [120, 20] * 2),
+        ({"include_num_input_tokens_seen": "all"}, [40, 40, 40, 20] * 2),  # counted by the Trainer
         ({"auto_find_batch_size": True, "per_device_train_batch_size": 6}, [60, 60, 20] * 2),
     ],
 )
@@ -429,10 +431,12 @@ def test_what_cannot_be_resumed_is_said(train, recipe, tmp_path):
 
 
 def test_context_parallelism_is_ours_and_sequence_parallelism_refused(tmp_path, monkeypatch):
-    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=3))
+    config = ParallelismConfig(cp_size=2, dp_shard_size=3, dp_replicate_size=4)
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
     check_parallelism(args)
     assert isinstance(args.parallelism_config, ContextParallelismConfig) and not args.parallelism_config.cp_enabled
     assert (args.parallelism_config.cp_size, args.parallelism_config.dp_shard_size) == (2, 3)
+    assert args.parallelism_config.dp_replicate_size == 4
     # As `accelerate launch` tells it.
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
