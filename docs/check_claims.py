@@ -413,7 +413,7 @@ def checks_of_the_papers_size() -> list[Check]:
         row("Their gap closes from step 5,000", minus(early, late), 1),
         Check(
             CLAIMS,
-            "|Context beyond 64 tokens gains `mhsa` more than 0.05 (ours)|{} ({} to {})|2|<verdict>|",
+            "|Context beyond 64 tokens gives `mhsa` more than 0.05 (ours)|{} ({} to {})|2|<verdict>|",
             [*effect(far), gate],
         ),
         each_run(
@@ -513,9 +513,9 @@ def checks_of_equal_time() -> list[Check]:
             )
             for (arm, losses), about in zip(loss.items(), ("", "", ": five local, one global", ""))
         ),
-        prose(CLAIMS, "Context beyond 64 tokens gains `mhsa` {}. In", mean(gains[0], 3)),
+        prose(CLAIMS, "Context beyond 64 tokens gives `mhsa` {}. In", mean(gains[0], 3)),
         prose(CLAIMS, "leads by {} after a third, by {} at the end.\n", mean(lead(15, 20), 2), mean(lead(55, 61), 2)),
-        prose(CLAIMS, "gains our models {} to {} nats", decimal(min(each), 2), decimal(max(each), 2)),
+        prose(CLAIMS, "gives our models {} to {} nats", decimal(min(each), 2), decimal(max(each), 2)),
         loss_row("[Equal time]", minus(loss["ls"], loss["mhsa"])),
         loss_row("None, [equal time]*(paper: also outside)", minus(loss["ls"], loss["local-only"])),
         loss_row("`ls` - `layers`, equal time", minus(loss["ls"], loss["layers"]), 0),

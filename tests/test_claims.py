@@ -71,7 +71,7 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("docs/claims.md", "|3.225|", "|3.125|"),
         ("docs/claims.md", "|10,539|", "|10,639|"),
         ("docs/claims.md", "|13,242|", "|13,342|"),
-        ("docs/claims.md", "gains `mhsa` 0.043.", "gains `mhsa` 0.143."),
+        ("docs/claims.md", "gives `mhsa` 0.043.", "gives `mhsa` 0.143."),
         ("docs/claims.md", "-0.211)|3|supported", "-0.211)|2|supported"),
         ("docs/claims.md", "(-0.035 to 0.026)|3|equal within 0.05", "(-0.035 to 0.026)|3|inconclusive"),
         ("docs/claims.md", "0.026 (-0.003 to 0.055)", "0.026 (0.003 to 0.055)"),
