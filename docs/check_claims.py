@@ -145,7 +145,7 @@ def interval(differences: BY_SEED) -> tuple[float, float, float]:
 def p_value(differences: BY_SEED) -> float | None:
     """Student's t test of two or three differences, where its distribution has a simple form; of others, nothing."""
     values = list(differences.values())
-    if len(values) > 3 or not all(map(math.isfinite, values)):
+    if len(values) > 3 or not all(map(math.isfinite, values)) or len(set(values)) == 1:
         return None
     t = abs(statistics.fmean(values)) * math.sqrt(len(values)) / statistics.stdev(values)
     return 1 - 2 / math.pi * math.atan(t) if len(values) == 2 else 1 - t / math.sqrt(2 + t * t)
