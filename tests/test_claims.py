@@ -146,6 +146,13 @@ def test_verdicts(check_claims, differences, sign, margin, verdict):
     assert check_claims.judge(dict(enumerate(differences)), sign, margin) == verdict
 
 
+def test_p_values_and_their_corrections(check_claims):
+    p_values = [check_claims.p_value(dict(enumerate(x))) for x in ([1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 1.0], 4 * [1.0])]
+    assert p_values == [pytest.approx(0.2048328), pytest.approx(0.0741799), None, None]
+    # Benjamini and Hochberg's limits are 0.0125, 0.025, 0.0375 and 0.05, Holm's 0.0125, 0.0167, 0.025 and 0.05.
+    assert check_claims.significant([0.04, 0.001, 0.2, 0.02]) == ["4", "3", "2", "1"]
+
+
 def test_findings_are_short(check_claims):
     assert len((ROOT / "docs" / "claims.md").read_text(encoding="utf-8").split()) <= 1200
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
