@@ -181,6 +181,8 @@ def test_the_timed_model_is_the_converted_one():
     query_heads = [3 * (layer.count("**") // 2) for layer in layers]  # a bold head serves three
     assert sum(query_heads) == 27 and result["model"]["num_global_heads"] == query_heads
     assert f"the others see\n{result['model']['sliding_window']} tokens" in report
+    minutes = float(re.search(r"\| time \| ([\d.]+) min \|\n\| hardware \| .*, 2 of 2 cores used", report)[1])
+    assert f"Converting takes [{minutes:.0f} minutes](" in " ".join(read("README.md").split())
     _, decode = result["rows"]
     in_8_bits = json.loads(read("benchmarks/results/bench/smollm2-int8/bench-cpu.json"))["rows"]
     before, after = (1000 * statistics.median(row["seconds"]["lsgpt sdpa"]) for row in (decode, *in_8_bits))
