@@ -152,7 +152,7 @@ def p_value(differences: BY_SEED) -> float | None:
 
 
 def significant(p_values: Sequence[float], level: float = 0.05) -> list[str]:
-    """How many p-values are small: uncorrected, by Benjamini and Hochberg (1995), and by Holm (1979)."""
+    """The number of p-values, and of small ones: uncorrected, by Benjamini and Hochberg (1995), and by Holm (1979)."""
     ordered, total = sorted(p_values), len(p_values)
     false_discovery = [i for i, p in enumerate(ordered, 1) if p <= level * i / total]
     familywise = itertools.takewhile(lambda item: item[1] <= level / (total - item[0]), enumerate(ordered))
@@ -491,7 +491,7 @@ def checks_of_equal_time() -> list[Check]:
         for study in ("equal-time", "paper-size")
         for arm in ("mhsa", "ls")
     ]
-    each = [gain for column in gains for gain in column.values()]
+    every_gain = [gain for of_arm in gains for gain in of_arm.values()]
 
     def lead(start: int, stop: int) -> BY_SEED:
         """Of `ls` in training loss, between two numbers of minutes."""
@@ -515,7 +515,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(CLAIMS, "Context beyond 64 tokens gives `mhsa` {}. In", mean(gains[0], 3)),
         prose(CLAIMS, "leads by {} after a third, by {} at the end.\n", mean(lead(15, 20), 2), mean(lead(55, 61), 2)),
-        prose(CLAIMS, "gives our models {} to {} nats", decimal(min(each), 2), decimal(max(each), 2)),
+        prose(CLAIMS, "gives our models {} to {} nats", decimal(min(every_gain), 2), decimal(max(every_gain), 2)),
         loss_row("[Equal time]", minus(loss["ls"], loss["mhsa"])),
         loss_row("None, [equal time]*(paper: also outside)", minus(loss["ls"], loss["local-only"])),
         loss_row("`ls` - `layers`, equal time", minus(loss["ls"], loss["layers"]), 0),

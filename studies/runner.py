@@ -189,7 +189,8 @@ def write_report(study: Study, folder: str | Path) -> Path:
     """Writes `report.md` and its plots, using only the runs that the folder holds. Returns the path of the report."""
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
-    counts = " or ".join(map(str, sorted({len(of_arm) for of_arm in runs.values()})))
+    sizes = sorted({len(of_arm) for of_arm in runs.values()})
+    counts = " or ".join(map(str, sizes)).replace(" or ", ", ", len(sizes) - 2)
     counts += " seed" if counts == "1" else " seeds"
     # A run that was trained on another machine has as `seconds` those of its measuring alone.
     seconds = format_duration(sum(max(x["seconds"], x["values"].get("train_seconds") or 0) for x in lines))

@@ -102,6 +102,8 @@ def test_heat_map_shows_layers_heads_and_kinds(tiny_config, tmp_path):
     assert rows_of(flipped, yellow).nonzero()[0].min() >= rows_of(flipped, purple).nonzero()[0].max()
     assert not rows_of(plain, red).any()
     assert rows_of(heat_map(tmp_path, maxima, tiny_config()), red).sum() > plain.shape[0] / 2  # between the kinds
+    for count in (0, 6):
+        assert not rows_of(heat_map(tmp_path, maxima, tiny_config(num_global_heads=count)), red).any()
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
