@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers.utils import is_torchao_available
 
+from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.training.folders import free_folder
 from lsgpt.utilities import suggest
 
@@ -195,6 +196,65 @@ def main(arguments: list[str]):
     if arguments and arguments[0] in APART:
         import_module(f"lsgpt.benchmarks.{arguments[0]}").main(arguments[1:])
         return
+    options = _parse(arguments)
+    config = load_shape(options.preset)
+    families = _families_of(config, options)
+    has_targets = not (options.quick or options.dtype or options.int8)
+    targets = find_targets(options.preset, config) if has_targets else {}
+    stem = f"bench-{options.device}"
+    if options.quick:
+        # One layer with its share of the output matrix: about the same ratios in a fraction of the time.
+        layers = config.num_hidden_layers
+        fields = {"num_hidden_layers": 1, "num_global_heads": config.num_global_heads_per_layer[0]}
+        config = load_shape(options.preset, **fields, vocab_size=config.vocab_size // layers)
+        stem += "-quick"
+        print(f"A first impression, with 1 of {layers} layers: the ratios only approximate those of the whole model.")
+    output = options.output or free_folder(OUTPUT)
+    if (file := output / f"{stem}.json").exists():
+        raise ValueError(f"`--output` must be a folder without earlier results; {file} exists. Name another one")
+    output.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
+    engines = options.engines or (("sdpa",) if options.quick else ENGINES)
+    rates = measure_rates(options.device, dtype) if options.device == "cuda" else None
+    result = begin_result(*arguments) | {
+        "settings": {
+            "preset": options.preset,
+            "device": options.device,
+            "dtype": str(dtype).removeprefix("torch."),
+            "int8": options.int8,
+            "quick": options.quick,
+            "budget_seconds": options.budget,
+        },
+        "model": {name: getattr(config, name) for name in SHAPE_FIELDS},
+        "rates": rates,
+        "rows": [],
+    }
+    explain(families, options.device)
+    for name in options.names or BENCHMARKS:
+        for length in options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS):
+            if not options.lengths and (options.device, name) == ("cpu", "train") and length > TRAIN_LIMIT:
+                continue
+            batch_size = 1 if options.device == "cpu" else 16 if name == "decode" else max(1, 16384 // length)
+            timed = tuple(dict.fromkeys(("sdpa", *engines)))
+            shape = Shape(config, length, batch_size, options.device, dtype, timed, options.int8)
+            print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
+            row = run(name, shape, options.budget, options.rounds, targets, rates, families)
+            print_row(row)
+            result["rows"].append(row)
+            save(result, output, stem)
+
+    print_summary(result["rows"])
+    verdicts = [x["met"] for row in result["rows"] for x in row["ratios"] if x["met"] is not None]
+    if verdicts:
+        machine = "an H200" if options.device == "cuda" else "2 CPU cores"
+        print(
+            f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; other machines may miss some)"
+        )
+    print(f"\nsaved in {file}, with plots beside it if there are several lengths")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Parses the command line of the suite. Raises `ValueError` for what cannot be run here."""
     parser = argparse.ArgumentParser(
         prog="lsgpt bench",
         description="Time LSGPT against multi-head attention and against GPT-2 or Llama of the same shape, whichever "
@@ -252,11 +312,18 @@ def main(arguments: list[str]):
         raise ValueError("`--int8` is for models that are not trained: lsgpt bench prefill decode --int8")
     if options.int8 and not is_torchao_available():
         raise ValueError("`--int8` needs torchao: pip install torchao")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device cuda` needs a GPU that PyTorch can use; there is none")
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 3
+    if options.budget is None:
+        options.budget = 3.0 if options.quick else 120.0
+    return options
 
-    config = load_shape(options.preset)
+
+def _families_of(config: LSGPTConfig, options: argparse.Namespace) -> tuple[str, ...]:
+    """Chooses the families to time. Raises `ValueError` if the options do not fit the model."""
     times_one_layer = options.quick or "attention" in (options.names or BENCHMARKS)
     if times_one_layer and len(set(config.num_global_heads_per_layer)) > 1:
         raise ValueError(
@@ -269,63 +336,8 @@ def main(arguments: list[str]):
         raise ValueError(
             f"`--families` must fit the model's blocks, which are those of {stock}; got {', '.join(found)}"
         )
-    stem = f"bench-{device}"
-    if options.quick:
-        # One layer with its share of the output matrix: about the same ratios in a fraction of the time.
-        layers = config.num_hidden_layers
-        fields = {"num_hidden_layers": 1, "num_global_heads": config.num_global_heads_per_layer[0]}
-        config = load_shape(options.preset, **fields, vocab_size=config.vocab_size // layers)
-        stem += "-quick"
-        print(f"A first impression, with 1 of {layers} layers: the ratios only approximate those of the whole model.")
-    output = options.output or free_folder(OUTPUT)
-    if (file := output / f"{stem}.json").exists():
-        raise ValueError(f"`--output` must be a folder without earlier results; {file} exists. Name another one")
-    output.mkdir(parents=True, exist_ok=True)
-    engines = options.engines or (("sdpa",) if options.quick else ENGINES)
-    lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
-    families = tuple(family for family in families if family not in others)
-    budget = options.budget if options.budget is not None else 3.0 if options.quick else 120.0
-    rates = measure_rates(device, dtype) if device == "cuda" else None
-    result = begin_result(*arguments) | {
-        "settings": {
-            "preset": options.preset,
-            "device": device,
-            "dtype": str(dtype).removeprefix("torch."),
-            "int8": options.int8,
-            "quick": options.quick,
-            "budget_seconds": budget,
-        },
-        "model": {name: getattr(config, name) for name in SHAPE_FIELDS},
-        "rates": rates,
-        "rows": [],
-    }
-    has_targets = not (options.quick or options.dtype or options.int8)
-    targets = find_targets(options.preset, config) if has_targets else {}
-    explain(families, device)
-    for name in options.names or BENCHMARKS:
-        for length in lengths:
-            if not options.lengths and (device, name) == ("cpu", "train") and length > TRAIN_LIMIT:
-                continue
-            batch_size = 1 if device == "cpu" else 16 if name == "decode" else max(1, 16384 // length)
-            timed = tuple(dict.fromkeys(("sdpa", *engines)))
-            shape = Shape(config, length, batch_size, device, dtype, timed, options.int8)
-            print(f"\n{name}, {length:,} tokens, batch {batch_size}", flush=True)
-            rounds = options.rounds or (2 if options.quick else 3)
-            row = run(name, shape, budget, rounds, targets, rates, families)
-            print_row(row)
-            result["rows"].append(row)
-            save(result, output, stem)
-
-    print_summary(result["rows"])
-    verdicts = [x["met"] for row in result["rows"] for x in row["ratios"] if x["met"] is not None]
-    if verdicts:
-        machine = "an H200" if device == "cuda" else "2 CPU cores"
-        print(
-            f"\n{sum(verdicts)} of {len(verdicts)} targets met (they are for {machine}; other machines may miss some)"
-        )
-    print(f"\nsaved in {file}, with plots beside it if there are several lengths")
+    return tuple(family for family in families if family not in others)
 
 
 def explain(families: tuple[str, ...], device: str):

@@ -67,7 +67,7 @@ def convert(
     balance, max_blocks = balance or "overall", 4 if max_blocks is None else max_blocks
 
     pretrained = tokenizer = origin = calibration = None
-    is_saved = False
+    is_saved = False  # `convert_shards` saves and checks the weights itself
     if _is_nanogpt(source):
         if text is not None:
             raise ValueError(
@@ -80,7 +80,7 @@ def convert(
         tokenizer, origin = load_tokenizer(source), read_origin(source)
         model = None
         if text is None and source_config is not None and source_config.model_type in NORM_TYPES:
-            model = convert_shards(source, source_config, folder)  # which checks the weights that it writes
+            model = convert_shards(source, source_config, folder)
         is_saved = model is not None
         if model is None:
             pretrained = load_pretrained(source)
@@ -88,21 +88,11 @@ def convert(
     if not is_saved:
         refuse_not_finite(model, f"the weights of {source!r}")
     if text is not None:
-        if tokenizer is None or tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
-            )
-        if 0 in model.config.num_global_heads_per_layer:
-            raise ValueError(
-                "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their "
-                f"heads would be measured as if they had none; got {text!r}. Convert it without, and make heads of "
-                "its other layers local with `with_global_heads`"
-            )
+        _check_measurable(source, model, tokenizer, text)
         if global_kv_heads is None or window is None:
             share = CACHE_SHARE if cache_share is None else cache_share
             global_kv_heads, window = budget_heads(model.config, share, balance)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = model.to(device)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         calibration = calibrate(model, tokenizer, text, global_kv_heads, window, balance, max_blocks)
         model = with_global_heads(model, calibration.global_kv_heads, window, calibration.changes.sinks)
 
@@ -133,6 +123,20 @@ def _check_options(folder, text, global_kv_heads, window, cache_share, balance, 
     given += [name for name, value in (("`balance`", balance), ("`max_blocks`", max_blocks)) if value is not None]
     if given and text is None:
         raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
+
+
+def _check_measurable(source, model, tokenizer, text):
+    """Raises `ValueError` if the heads of a source cannot be measured on a text."""
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
+        )
+    if 0 in model.config.num_global_heads_per_layer:
+        raise ValueError(
+            "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their "
+            f"heads would be measured as if they had none; got {text!r}. Convert it without, and make heads of "
+            "its other layers local with `with_global_heads`"
+        )
 
 
 def _is_nanogpt(source: str) -> bool:
