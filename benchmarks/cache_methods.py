@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lsgpt.conversion import Passage, cache_bytes, calibrate, convert_pretrained, make_passages, with_global_heads
 from lsgpt.conversion.calibration import budget_heads
 from lsgpt.conversion.pretrained import load_tokenizer
+from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.utilities import table
 
 from .quality import interval, load, read_text
@@ -101,7 +102,7 @@ def with_cache_positions(model: PreTrainedModel) -> Iterator[None]:
     """Gives attention layers the argument `cache_position`, which Transformers has removed and kvpress reads."""
 
     def add(module, args, kwargs):
-        begin = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+        begin = kwargs[CACHE].get_seq_length(module.layer_idx)
         hidden = kwargs["hidden_states"]
         positions = torch.arange(begin, begin + hidden.shape[1], device=hidden.device)
         return args, {**kwargs, "cache_position": positions}
@@ -121,7 +122,7 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
     start = time.perf_counter()
     with with_cache_positions(model) if press is not None else nullcontext():
         with press(model) if press is not None else nullcontext():
-            last = model(input_ids=passage.ids[None].to(device), past_key_values=cache, logits_to_keep=1).logits
+            last = model(input_ids=passage.ids[None].to(device), **{CACHE: cache}, logits_to_keep=1).logits
             last.cpu()  # the clock waits for the GPU
         seconds = time.perf_counter() - start
 
@@ -129,7 +130,7 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
             again = copy.deepcopy(cache)
             begin = len(passage.ids)
             positions = torch.arange(begin, begin + len(ids), device=device)[None]
-            logits = model(input_ids=ids[None].to(device), position_ids=positions, past_key_values=again).logits[0]
+            logits = model(input_ids=ids[None].to(device), position_ids=positions, **{CACHE: again}).logits[0]
             return logits.cpu(), cache_bytes(again)
 
         right = {}

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, StaticCache
 
+from lsgpt.modeling_lsgpt import CACHE
+
 from .gate import check_peer, compare, llama_gates, references
 from .peers import SPARE_POSITIONS, Benchmark, Peer, Shape, build_models, stock_family
 from .prefill import is_ours
@@ -72,7 +74,7 @@ def fill(cache: Cache, model: nn.Module, shape: Shape) -> Cache:
     if cache.is_compileable:
         cache.reset()
     first = torch.zeros(shape.batch_size, 1, dtype=torch.long, device=shape.device)
-    model(input_ids=first, past_key_values=cache, use_cache=True)
+    model(input_ids=first, **{CACHE: cache}, use_cache=True)
     generator = torch.Generator(shape.device).manual_seed(0)
     for layer_idx, layer in enumerate(cache.layers):
         size = (*layer.keys.shape[:2], shape.length - 1, layer.keys.shape[3])
@@ -112,12 +114,12 @@ def decode(peer: Peer, cache: Cache, shape: Shape, count: int) -> torch.Tensor:
                     config=peer.model.config,
                     inputs_embeds=torch.empty(shape.batch_size, 1, 0, dtype=shape.dtype, device=shape.device),
                     attention_mask=None,
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     position_ids=position_ids,
                 ),
             }
             torch.compiler.cudagraph_mark_step_begin()
-        logits.append(peer(input_ids=token, past_key_values=cache, use_cache=True, **options).logits.clone())
+        logits.append(peer(input_ids=token, **{CACHE: cache}, use_cache=True, **options).logits.clone())
     return torch.cat(logits, dim=1)
 
 

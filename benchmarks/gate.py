@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lsgpt.modeling_lsgpt import FULL_WINDOW
+from lsgpt.modeling_lsgpt import CACHE, FULL_WINDOW
 
 from .peers import Peer, Shape, attention_function, example_sinks, twin
 
@@ -220,6 +220,6 @@ def _decode(peer: Peer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     output = peer(input_ids=ids[:, :-2], use_cache=True, logits_to_keep=1)
     logits = [output.logits]
     for token in ids[:, -2:].split(1, dim=1):
-        output = peer(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        output = peer(input_ids=token, **{CACHE: output[CACHE]}, use_cache=True)
         logits.append(output.logits)
     return {"logits": torch.cat(logits, dim=1)}

@@ -24,6 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 from lsgpt.configuration import list_presets, load_config, load_preset
 from lsgpt.modeling_lsgpt import (
     ALL_ATTENTION_FUNCTIONS,
+    CACHE,
     LOCAL,
     LSGPTAttention,
     LSGPTConfig,
@@ -253,7 +254,7 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
         with torch.set_grad_enabled(training):
             output = peer(input_ids=ids, labels=ids, use_cache=not training)
             if task == "decode":
-                peer(input_ids=ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+                peer(input_ids=ids[:, :1], **{CACHE: output[CACHE]}, use_cache=True)
         if training:
             output.loss.backward()
             peer.model.zero_grad()

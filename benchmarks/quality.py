@@ -31,6 +31,7 @@ from lsgpt import LSGPTConfig
 from lsgpt.conversion import ask, cache_bytes, load_pretrained, make_passages
 from lsgpt.conversion.pretrained import load_tokenizer
 from lsgpt.conversion.retrieval import read
+from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.training.data import load_documents
 from lsgpt.utilities import table
@@ -117,7 +118,7 @@ def measure_passage(model: PreTrainedModel, passage, with_bytes: bool) -> dict:
     if with_bytes:
         cache = read(model, passage.ids)
         # The memory of what left a window in the prompt is freed with the next token.
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), **{CACHE: cache})
         found |= {"bytes": cache_bytes(cache), "cached_tokens": len(passage.ids) + 1}
     return found
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.training.metrics import IGNORED_LABEL
 
 
@@ -148,7 +149,7 @@ def ask(model: PreTrainedModel, passage: Passage) -> list[list[bool]]:
     cache.batch_repeat_interleave(len(questions))
     # Shorter questions are filled up at the end, which no token before sees.
     rows = torch.nn.utils.rnn.pad_sequence([question.ids for question in questions], batch_first=True)
-    predicted = model(input_ids=rows.to(model.device), past_key_values=cache).logits.argmax(-1).cpu()
+    predicted = model(input_ids=rows.to(model.device), **{CACHE: cache}).logits.argmax(-1).cpu()
     right = []
     for question, row in zip(questions, predicted):
         end = len(question.ids)
@@ -160,7 +161,7 @@ def ask(model: PreTrainedModel, passage: Passage) -> list[list[bool]]:
 def read(model: PreTrainedModel, ids: torch.Tensor) -> Cache:
     """Reads token ids `(n,)` and returns the cache."""
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+    model(input_ids=ids[None].to(model.device), **{CACHE: cache}, logits_to_keep=1)
     return cache
 
 

@@ -10,6 +10,7 @@ from .attention_lsgpt import (
     create_masks,
     create_masks_for_generate,
 )
+from .cache_lsgpt import CACHE
 from .configuration_lsgpt import FULL_WINDOW, GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
     HeadGroup,
@@ -29,6 +30,7 @@ from .visibility_lsgpt import Visibility, describe_visibility
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
+    "CACHE",
     "FULL_WINDOW",
     "GLOBAL",
     "HEAD_KINDS",

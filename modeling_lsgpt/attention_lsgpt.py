@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
+from .cache_lsgpt import accept_cache
 from .configuration_lsgpt import LSGPTConfig
 from .local_lsgpt import blocked_attention_forward, blocked_mask, past_attention_forward, sink_attention_forward
 from .visibility_lsgpt import Visibility, describe_visibility
@@ -145,6 +146,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     return AttentionMasks(masks, visibility, sees_sink)
 
 
+@accept_cache
 def create_masks_for_generate(
     config: LSGPTConfig,
     inputs_embeds: torch.Tensor,

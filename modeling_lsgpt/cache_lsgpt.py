@@ -7,13 +7,19 @@ Shapes: B batch, H_kv key/value heads, T new tokens, S keys, D `head_dim`.
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .configuration_lsgpt import LSGPTConfig
 
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What Transformers calls the cache in arguments and outputs: `cache` from 5.24 on."""
 
 ROOM = 256
 """
@@ -88,8 +94,27 @@ class GrowingLayer(DynamicLayer):
         self.buffers = None
 
 
+def accept_cache(function: Callable) -> Callable:
+    """Lets a function take its argument `past_key_values` as `cache`, too."""
+
+    @wraps(function)
+    def accepting(*args, cache: Cache | None = None, **kwargs):
+        if cache is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError("pass only one of `cache` and `past_key_values`, which are names for the same")
+            kwargs["past_key_values"] = cache
+        return function(*args, **kwargs)
+
+    return accepting
+
+
 def prepare_cache(config: LSGPTConfig, cache: Cache):
     """Makes empty layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
+    if type(cache).__name__ == "PagedAttentionCache":
+        raise ValueError(
+            "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but in "
+            "LSGPT they differ; use `generate`, or serve the model with vLLM"
+        )
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")

@@ -165,7 +165,7 @@ class LSGPTConfig(PreTrainedConfig):
     """
 
     model_type = "lsgpt"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # its names before and since Transformers 5.24
 
     vocab_size: int = 50257
     hidden_size: int = 768

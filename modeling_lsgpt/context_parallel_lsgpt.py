@@ -294,7 +294,7 @@ def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
     """Returns T, the tokens of each process. Raises `ValueError` for inputs that cannot be split over `size`."""
     mask = inputs.get("attention_mask")
     refused = {
-        "past_key_values": "leave it out: in training, sequences are computed as a whole",
+        **dict.fromkeys(("past_key_values", "cache"), "leave it out: in training, sequences are computed as a whole"),
         "logits_to_keep": "leave it out: every process returns the logits of its own tokens",
         "output_attentions": "leave it out, or measure attention in evaluation mode, which is not split",
     }

@@ -36,7 +36,7 @@ from .attention_lsgpt import (
     create_masks,
     create_masks_for_generate,
 )
-from .cache_lsgpt import prepare_cache
+from .cache_lsgpt import CACHE, accept_cache, prepare_cache
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
@@ -330,6 +330,7 @@ class LSGPTDecoderLayer(GradientCheckpointingLayer):
         self.post_mlp_layernorm = make_norm(config, is_after)
         self.dropout = nn.Dropout(config.resid_dropout)
 
+    @accept_cache
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
@@ -345,7 +346,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LSGPTDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -438,6 +439,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @accept_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -458,7 +460,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             position_ids (`(B, T)`, *optional*): Positions; where they do not continue within a row, another packed
                 document begins. By default they continue from the cache's length; in classifiers, they do not count
                 padding on the left, so that a row has the same scores in a batch and alone.
-            past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`.
+            past_key_values: A Transformers cache, such as `DynamicCache(config=model.config)`. It may be passed as
+                `cache`, its name from Transformers 5.24 on.
             use_cache: Whether to return a cache.
             **kwargs: `output_hidden_states`, `output_attentions` (with `attn_implementation="eager"` only;
                 `(B, H, T, past + T)` for each layer, global heads first), and arguments of the attention function.
@@ -468,18 +471,16 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 learned positions, or the attention implementation does not support the call.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
-        if kwargs.get("cache") is not None:
-            raise ValueError(
-                "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but "
-                "in LSGPT they differ; use `generate`, or serve the model with vLLM"
-            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             prepare_cache(self.config, past_key_values)
-            if self.gradient_checkpointing and self.training and past_key_values.get_seq_length() > 0:
+            checkpoints = self.gradient_checkpointing and self.training
+            # Before Transformers 5.24, this includes passes that no gradients flow through.
+            checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
+            if checkpoints and past_key_values.get_seq_length() > 0:
                 raise ValueError(
                     "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
                     "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
@@ -519,11 +520,11 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 attention_mask=attention_masks,
                 position_ids=position_ids,
                 position_embeddings=position_embeddings if GLOBAL in kinds else local_embeddings,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: past_key_values},  # by the name that gradient checkpointing looks for
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
     def _check_inputs(self, input_ids, inputs_embeds, position_ids):
         if (input_ids is None) == (inputs_embeds is None):
@@ -568,6 +569,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
+    @accept_cache
     @can_return_tuple
     def forward(
         self,
@@ -642,9 +644,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 

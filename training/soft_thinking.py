@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lsgpt.modeling_lsgpt import CACHE
+
 
 SMALLEST_PROBABILITY = 1e-6
 """Added to the probability of every candidate before the logarithm, as the authors' code does."""
@@ -205,12 +207,12 @@ def generate_soft_thinking(
     # The modules are asked: the model's own property has a new name in Transformers 5.23, and 6 drops the old one.
     recomputes = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules())
     embeddings = model.get_input_embeddings()
-    inputs_embeds, past_key_values = embeddings(input_ids), None
+    inputs_embeds, cache = embeddings(input_ids), None
     is_thinking = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
     is_running = is_thinking
     steps = []
     for length in range(max_new_tokens):
-        options = {"past_key_values": past_key_values, "use_cache": use_cache}
+        options = {CACHE: cache, "use_cache": use_cache}
         outputs = run_decoder(model, inputs_embeds, attention_mask, 1, **options)
         ids, probabilities = select_candidates(outputs.logits[:, -1], top_k, top_p, temperature)
         noisy = add_gumbel_noise(probabilities, noise_factor, generator)
@@ -232,8 +234,8 @@ def generate_soft_thinking(
         next_embeds = embed_steps(embeddings, token_ids, ids, noisy, is_soft, gumbel_temperature)[:, None]
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if use_cache:
-            inputs_embeds, past_key_values = next_embeds, outputs.past_key_values
-            if past_key_values is None or recomputes:
+            inputs_embeds, cache = next_embeds, getattr(outputs, CACHE, None)
+            if cache is None or recomputes:
                 raise ValueError(
                     "`use_cache` must be False for a model without a cache, as with activation checkpointing"
                 )

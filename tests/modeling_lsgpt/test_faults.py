@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.distributed import DistributedConfig
 
 from lsgpt import LSGPTForSequenceClassification, LSGPTForTokenClassification
-from lsgpt.modeling_lsgpt import describe_visibility
+from lsgpt.modeling_lsgpt import CACHE, create_masks_for_generate, describe_visibility
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
 from lsgpt.modeling_lsgpt.linear_lsgpt import SplitLinear
 
@@ -86,9 +87,31 @@ def test_a_filled_cache_beside_gradient_checkpointing_is_refused(tiny_model):
     with torch.no_grad():
         model(torch.randint(97, (1, 12)), past_key_values=cache)
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="`past_key_values` must be empty with gradient checkpointing"):
-        model.train()(torch.randint(97, (1, 4)), past_key_values=cache)
+    # Transformers keeps the cache where no gradients flow from 5.24 on.
+    for needs_gradients in {True, CACHE == "cache"}:
+        with torch.set_grad_enabled(needs_gradients), pytest.raises(ValueError, match="must be empty with gradient"):
+            model.train()(torch.randint(97, (1, 4)), past_key_values=cache)
     model.eval()(torch.randint(97, (1, 4)), past_key_values=cache)
+    if CACHE == "cache":
+        ids = torch.randint(97, (2, 12))
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert torch.equal(model.train().generate(ids, max_new_tokens=20, do_sample=False), expected)
+
+
+@torch.no_grad()
+def test_a_cache_has_two_names(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (2, 20))
+    expected = model(ids).logits[:, -1:]
+    for first, second in product(["past_key_values", "cache"], repeat=2):
+        returned = model.model(ids[:, :-1], **{first: DynamicCache(config=model.config)})[CACHE]
+        assert returned.get_seq_length() == 19
+        embeds = model.get_input_embeddings()(ids[:, -1:])
+        masks = create_masks_for_generate(model.config, embeds, **{second: returned})
+        outputs = model(ids[:, -1:], masks, **{second: returned})
+        assert outputs[CACHE] is returned and returned.get_seq_length() == 20
+        torch.testing.assert_close(outputs.logits, expected)
+        with pytest.raises(ValueError, match="only one of `cache` and `past_key_values`"):
+            model(ids[:, -1:], past_key_values=returned, cache=returned)
 
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])

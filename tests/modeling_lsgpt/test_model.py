@@ -16,6 +16,7 @@ from transformers import (
     DynamicCache,
     StaticCache,
 )
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from lsgpt import (
     LSGPTConfig,
@@ -331,14 +332,17 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
     model = tiny_model().train()
     input_ids = batch()
 
-    def gradients():
+    def gradients(**options):
         model.zero_grad()
-        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        model(input_ids, labels=input_ids, **options).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    expected = gradients()
+    expected = gradients(use_cache=False)
     model.gradient_checkpointing_enable()
-    torch.testing.assert_close(gradients(), expected)
+    torch.testing.assert_close(gradients(use_cache=False), expected)
+    cache = DynamicCache(config=model.config)
+    torch.testing.assert_close(gradients(past_key_values=cache), expected)
+    assert cache.get_seq_length() == 0  # it would be filled twice
 
 
 @pytest.mark.parametrize(
@@ -508,7 +512,7 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     with pytest.raises(ValueError, match="is not supported"):
         LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="magic")
     with pytest.raises(ValueError, match="continuous batching needs the same number of key/value heads"):
-        tiny_model()(input_ids, cache=object())  # as it passes its paged cache
+        tiny_model()(input_ids, cache=PagedAttentionCache.__new__(PagedAttentionCache))
 
 
 def test_nothing_to_return_is_refused(tiny_model):

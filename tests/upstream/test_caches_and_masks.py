@@ -18,6 +18,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lsgpt.modeling_lsgpt import CACHE
+
 
 class TinyConfig(PreTrainedConfig):
     """A configuration of two layers with three caches, as a layer with two kinds of heads has them."""
@@ -135,11 +137,11 @@ def test_masks_of_an_engine(engine):
     assert masks["windowed"][0, 0].equal(visible & ~visible.tril(-2))
 
 
-def test_paged_attention_is_given_its_cache_as_a_keyword():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+def test_continuous_batching_passes_its_cache_as_a_keyword():
+    from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api  # noqa: PLC0415
 
-    function = ALL_ATTENTION_FUNCTIONS["paged|eager"]
-    assert "cache" in inspect.signature(function).parameters or 'kwargs.pop("cache"' in inspect.getsource(function)
+    assert PagedAttentionCache.__name__ == "PagedAttentionCache"
+    assert '"cache": cache' in inspect.getsource(continuous_api)
 
 
 def test_lazy_import_flash_attention_returns_the_varlen_function_second(monkeypatch):
@@ -165,11 +167,11 @@ def test_get_query_offset_and_is_compileable_tell_caches_apart():
 
 def test_layers_that_can_checkpoint_with_a_cache_keep_it():
     class Layer(GradientCheckpointingLayer):
-        def forward(self, x, past_key_values=None):
-            return x if past_key_values is None else 2 * x
+        def forward(self, x, **kwargs):
+            return x if kwargs[CACHE] is None else 2 * x
 
     layer = Layer().train()
     layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, lambda function, *args: function(*args)
-    assert layer(1.0, past_key_values="a cache") == 1.0
+    assert layer(1.0, **{CACHE: "a cache"}) == 1.0
     layer._can_checkpoint_with_cache = True
-    assert layer(1.0, past_key_values="a cache") == 2.0
+    assert layer(1.0, **{CACHE: "a cache"}) == 2.0

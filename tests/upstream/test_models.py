@@ -26,6 +26,8 @@ from transformers.distributed import DistributedConfig
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lsgpt.modeling_lsgpt import CACHE
+
 
 class TinyConfig(PreTrainedConfig):
     """As much of a configuration as these models need."""
@@ -92,16 +94,16 @@ def test_gradient_checkpointing_layer_drops_the_cache_and_checkpoints_forward_wh
     seen = []
 
     class Layer(GradientCheckpointingLayer):
-        def forward(self, x, past_key_values=None):
-            seen.append(past_key_values)
+        def forward(self, x, **kwargs):
+            seen.append(kwargs[CACHE])
             return x * 2
 
     layer = Layer()
     layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(checkpoint, use_reentrant=False)
-    layer(torch.ones(1, requires_grad=True), past_key_values="cache").sum().backward()
+    layer(torch.ones(1, requires_grad=True), **{CACHE: "cache"}).sum().backward()
     assert set(seen) == {None}
     count = len(seen)
-    layer.eval()(torch.ones(1), past_key_values="cache")
+    layer.eval()(torch.ones(1), **{CACHE: "cache"})
     assert seen[count:] == ["cache"]
 
 
@@ -191,7 +193,7 @@ def test_generate_asks_the_model_for_masks_if_its_cache_is_static():
     model.create_masks_for_generate = create_masks
     ids = torch.tensor([[1, 2, 3]])
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="static")
-    known = {"config", "attention_mask", "past_key_values", "position_ids"}
+    known = {"config", "attention_mask", CACHE, "position_ids"}
     assert [length for length, _ in asked][-2:] == [1, 1]
     assert all(known <= set(arguments) for _, arguments in asked)
 
