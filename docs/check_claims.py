@@ -164,7 +164,7 @@ def judge(differences: BY_SEED, sign: int, margin: float | None) -> str:
     """The verdict on the claim that differences are below 0 (`sign` -1), above 0 (1) or within the margin (0)."""
     values = set(differences.values())
     if not all(map(math.isfinite, values)):  # runs diverged: decided only if all of one arm and none of the other did
-        if values not in ({math.inf}, {-math.inf}) or sign == 0:
+        if values not in ({math.inf}, {-math.inf}):
             return "inconclusive"
         return "supported" if sign * min(values) > 0 else "contradicted"
     _, low, high = interval(differences)

@@ -215,27 +215,54 @@ def test_models_are_compared_without_dropout(tmp_path):
     assert config.resid_dropout == config.attention_dropout == config.embd_dropout == 0
 
 
-def test_training_on_long_rows_is_timed_on_a_cpu_only_if_it_is_asked_for(tmp_path, monkeypatch):
-    """It takes minutes a step."""
-    timed = []
+@pytest.fixture
+def runs(monkeypatch):
+    """The arguments of `suite.run`, which is called but times nothing."""
+    calls = []
 
     def record(name, shape, *others):
-        timed.append((name, shape.length))
+        calls.append((name, shape, *others))
         return {"benchmark": name, "length": shape.length, "ratios": []}
 
     monkeypatch.setattr(suite, "run", record)
     monkeypatch.setattr(suite, "print_row", lambda row: None)
     monkeypatch.setattr(suite, "save", lambda *args: None)
+    return calls
+
+
+def test_training_on_long_rows_is_timed_on_a_cpu_only_if_it_is_asked_for(tmp_path, runs):
+    """It takes minutes a step."""
     command = ["bench", "train", "prefill", "--device", "cpu", "--output"]
     assert lsgpt_cli.main([*command, str(tmp_path / "default")]) == 0
     assert lsgpt_cli.main([*command, str(tmp_path / "asked"), "--lengths", "16384"]) == 0
-    assert timed == [
+    assert [(name, shape.length) for name, shape, *_ in runs] == [
         *(("train", length) for length in suite.LENGTHS if length <= 8192),
         *(("prefill", length) for length in suite.LENGTHS),
         ("train", 16384),
         ("prefill", 16384),
     ]
     assert max(suite.LENGTHS) > 8192
+
+
+@pytest.mark.parametrize(
+    ("options", "engines", "dtype", "budget", "rounds", "has_targets"),
+    [
+        ([], peers.ENGINES, torch.float32, 120.0, 3, True),
+        (["--engines", "eager"], ("sdpa", "eager"), torch.float32, 120.0, 3, True),
+        (["--quick"], ("sdpa",), torch.float32, 3.0, 2, False),
+        (["--dtype", "bfloat16", "--budget", "7"], None, torch.bfloat16, 7.0, 3, False),
+        (["--int8", "--rounds", "5"], None, torch.float32, 120.0, 5, False),
+    ],
+)
+def test_what_is_run_by_default(tmp_path, runs, options, engines, dtype, budget, rounds, has_targets):
+    """LSGPT is always timed on `sdpa`, too; targets are for whole models in plain float32."""
+    command = ["bench", "prefill", "--device", "cpu", "--lengths", "2048", "--output", str(tmp_path)]
+    assert lsgpt_cli.main([*command, *options]) == 0
+    ((_, shape, *others),) = runs
+    assert engines in (None, shape.engines) and (shape.dtype, shape.batch_size) == (dtype, 1)
+    assert others[:3] == [budget, rounds, targets.TARGETS if has_targets else {}]
+    assert shape.config.num_hidden_layers == (1 if "--quick" in options else 12)
+    assert "gpt2" in others[4] and ("limit" in others[4]) == ("--quick" not in options)
 
 
 @pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality", "split"])
@@ -641,8 +668,7 @@ def test_targets_are_for_two_shapes():
         assert targets.find_targets("converted", config) == {}
 
 
-def test_floor():
-
+def test_floor(monkeypatch):
     config = load_preset("gpt2-small")
     shape = Shape(config, 2048, 8, dtype=torch.bfloat16)
     tokens, head = 8 * 2048, 2 * config.vocab_size * config.hidden_size
@@ -653,7 +679,16 @@ def test_floor():
     matrices = 12 * 12 * 768**2 + 50257 * 768
     decoding = floor.floor_seconds("decode", config, shape, (1e30, 1e9))
     assert decoding == pytest.approx((2 * matrices + 8 * config.kv_cache_bytes(2048)) / 1e9)
+    # What must be moved: weights and cache; twice the weights and their gradients, and six of AdamW; 12 tensors.
+    weights, width = 2 * matrices, config.num_attention_heads * config.head_dim
+    moved = {"prefill": weights + 8 * config.kv_cache_bytes(2048), "train": 10 * weights}
+    moved["attention"] = 12 * tokens * width * 2
+    for name, size in moved.items():
+        assert floor.floor_seconds(name, config, shape, (1e30, 1e9)) == pytest.approx(size / 1e9)
     # The attention of 12 layers is what a token costs beyond its matrices, and 3.5 times that with the backward pass.
     alone = floor.floor_seconds("attention", config, shape, (1e12, 1e30))
     assert alone == pytest.approx(3.5 / 12 * tokens * (config.flops_per_token(2048) - 2 * matrices) / 1e12)
     assert all(rate > 0 for rate in floor.measure_rates("cpu", torch.float32, size=64))
+    # A multiplication and an addition for each product; what is copied is read and written.
+    monkeypatch.setattr(floor, "measure", lambda *args, **options: {"product": [2.0], "copy": [4.0]})
+    assert floor.measure_rates("cpu", torch.float32, size=64) == (2 * 64**3 / 2, 2 * 8 * 64**2 / 4)

@@ -5,6 +5,7 @@ import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,14 @@ def test_capped_logits():
         assert quality.measure_block(model, ids)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_at_least_so_many_tokens_and_all_sizes_in_each_round():
+    options = SimpleNamespace(tokens=1000, block_sizes=[300], lengths=[600], passages=3)
+    tasks = quality.list_tasks(options)
+    assert [(kind[0], index) for kind, _, index in tasks] == [
+        *(("p", 0), ("r", 0), ("p", 1), ("r", 1), ("p", 2), ("r", 2), ("p", 3))
+    ]
+
+
 def test_intervals():
     """Of Wilson, as tables list them."""
     assert quality.interval(95, 100) == pytest.approx((0.888, 0.978), abs=1e-3)
@@ -160,6 +169,8 @@ def test_intervals():
     _, ours = quality.summarize(list(losses), found)
     half = 4.303 / math.sqrt(3)
     assert ours["perplexity"]["11"]["interval"] == pytest.approx([math.exp(2 - half), math.exp(2 + half)], rel=1e-3)
+    _, of_one_block = quality.summarize(list(losses), {key: item for key, item in found.items() if key[-1] == 0})
+    assert of_one_block["perplexity"]["11"]["interval"] == [0.0, math.inf]
 
 
 def test_models_are_compared_with_the_source_on_what_both_have():

@@ -144,6 +144,8 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
         *((name, 256) for name in (*memory.FAMILIES, "gpt2")),
     }
     peaks = {row["model"]: row["peak_bytes"] for row in result["rows"]}
+    assert all(row["bytes_per_token"] == row["peak_bytes"] / row["tokens"] for row in result["rows"])
+    assert peaks["lsgpt"] - peaks["lsgpt-no-logits"] > 5e5  # the logits and their gradients: about 2 MB
     shares = {tuple(x["families"]): x["share"] for x in result["ratios"]}
     # With logits on both sides, and without them on ours.
     assert {("lsgpt", "mhsa"), ("lsgpt", "gpt2"), ("lsgpt-no-logits", "gpt2")} <= shares.keys()
@@ -247,5 +249,6 @@ def test_a_training_step_updates_the_weights(shape, monkeypatch):
 def test_a_few_times_the_error_of_rounding_is_allowed():
     exact = torch.ones(9)
     gate.compare("sums", exact + 0.02, exact, exact + 0.01)
-    with pytest.raises(RuntimeError, match="sums: wrong by"):
-        gate.compare("sums", exact + 0.05, exact, exact + 0.01)
+    for wrong in (0.05, torch.nan):
+        with pytest.raises(RuntimeError, match="sums: wrong by"):
+            gate.compare("sums", exact + wrong, exact, exact + 0.01)

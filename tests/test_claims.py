@@ -140,6 +140,8 @@ def test_quantiles_are_those_of_students_t(check_claims):
         ([-0.2, -math.inf, -0.2], -1, 0.05, "inconclusive"),
         ([-math.inf, -math.inf, math.nan], -1, 0.05, "inconclusive"),  # the third diverged in both arms
         ([-math.inf, -math.inf, -math.inf], -1, 0.05, "supported"),
+        ([math.inf, math.inf, math.inf], -1, 0.05, "contradicted"),
+        ([-math.inf, -math.inf, -math.inf], 0, 0.05, "contradicted"),
     ],
 )
 def test_verdicts(check_claims, differences, sign, margin, verdict):
@@ -147,10 +149,36 @@ def test_verdicts(check_claims, differences, sign, margin, verdict):
 
 
 def test_p_values_and_their_corrections(check_claims):
-    p_values = [check_claims.p_value(dict(enumerate(x))) for x in ([1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 1.0], 4 * [1.0])]
-    assert p_values == [pytest.approx(0.2048328), pytest.approx(0.0741799), None, None]
+    differences = [1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 1.0], 4 * [1.0], [1.0, math.inf]
+    p_values = [check_claims.p_value(dict(enumerate(x))) for x in differences]
+    assert p_values == [pytest.approx(0.2048328), pytest.approx(0.0741799), None, None, None]
     # Benjamini and Hochberg's limits are 0.0125, 0.025, 0.0375 and 0.05, Holm's 0.0125, 0.0167, 0.025 and 0.05.
     assert check_claims.significant([0.04, 0.001, 0.2, 0.02]) == ["4", "3", "2", "1"]
+
+
+def test_numbers_are_written_without_a_negative_zero(check_claims):
+    assert [check_claims.decimal(x, 3) for x in (-0.0004, -0.0006, 1234.5)] == ["0.000", "-0.001", "1,234.500"]
+
+
+def test_runs_that_diverged_have_an_infinite_loss(check_claims, monkeypatch):
+    losses = {1: (2.0, False), 2: (2.0, True), 3: (None, False)}
+    runs = {seed: {"eval_loss": x, "max_logit": 9.0, "diverged": lost} for seed, (x, lost) in losses.items()}
+    monkeypatch.setattr(check_claims, "results", lambda study: {"ls": runs})
+    assert check_claims.column("a study", "ls") == {1: 2.0, 2: math.inf, 3: math.inf}
+    assert check_claims.column("a study", "ls", "max_logit") == dict.fromkeys(losses, 9.0)
+
+
+def test_what_is_learned_sooner(check_claims, monkeypatch):
+    """At the rate with the smallest median or, of equal ones, with the smallest sum."""
+    steps = {"0.001": 5 * [None], "0.002": [100, 200, None, None, None], "0.004": [300, 400, None, None, None]}
+    runs = {f"copy-1-lr{rate}": {i: {"steps": x} for i, x in enumerate(of_rate)} for rate, of_rate in steps.items()}
+    monkeypatch.setattr(check_claims, "results", lambda study: runs)
+    assert check_claims.steps_of("copy", 1) == [100, 200, math.inf, math.inf, math.inf]
+    groups = {1: [100, 200, 300, 400, 500], 6: [5000, 5100, 5200, math.inf, math.inf]}
+    monkeypatch.setattr(check_claims, "steps_of", lambda task, count: groups[count])
+    figures = [list(check_claims.sooner_row("", "copy", *counts).figures) for counts in ((1, 6), (6, 1))]
+    assert figures[0] == ["300", "5,200", "0.0079", "5", "supported"]
+    assert figures[1] == ["5,200", "300", "0.0079", "5", "contradicted"]
 
 
 def test_findings_are_short(check_claims):

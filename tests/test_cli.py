@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import lsgpt
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.configuration import load_arms
+from lsgpt.utilities import looks_like_a_path, refuse_tensors
+from lsgpt.utilities.model_summary import slowest_share
 
 
 TINY = (
@@ -259,6 +262,31 @@ def test_info_of_sequences_that_are_split(capsys):
     assert "`length` must be a multiple of `processes`, which is 3; got 100" in errors
 
 
+def test_work_of_the_slowest_process(tiny_config):
+    """The queries of the first tokens see fewer keys, which nobody makes up for in local heads."""
+    config = tiny_config(num_global_heads=0)
+    of_key = 4 * 12 * 6 * 2  # for each number in both layers' heads
+    others = config.flops_per_token(1) - of_key
+    work = [others + of_key * min(position + 1, 8) for position in range(24)]
+    shares = [sum(work[a : a + 4] + work[b + 4 : b + 8]) for a, b in ((0, 16), (8, 8), (16, 0))]
+    assert slowest_share(config, 24, 3) == pytest.approx(max(shares) / (sum(work) / 3))
+
+
+def test_names_that_can_only_be_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    paths, others = ("./x", "~/x", str(tmp_path / "x"), "a/b/c", "here/x"), ("x", "there/x")
+    assert all(map(looks_like_a_path, paths)) and not any(map(looks_like_a_path, others))
+
+
+def test_long_lists_of_tensors_are_cut_off():
+    names = [f"layer.{i}" for i in range(6)]
+    with pytest.raises(ValueError, match=r"unknown: layer\.0, .*, layer\.4$"):
+        refuse_tensors([], names[:5], [])
+    with pytest.raises(ValueError, match=r"missing: layer\.0, .*, layer\.4 and 1 more; of another shape: layer\.0$"):
+        refuse_tensors(names, [], names[:1])
+
+
 def test_info_of_a_folder(trained, tmp_path, capsys):
     assert lsgpt_cli.main(["info", str(trained[0] / "runs" / "demo")]) == 0
     assert "1 global + 1 local, 8 dimensions each" in capsys.readouterr().out
@@ -297,6 +325,23 @@ def test_info_of_a_folder(trained, tmp_path, capsys):
         ),
         ({"attention_sinks": True, "num_global_heads": 12}, None, None),
         ({"attn_logit_softcapping": 30.0}, "attention logits capped at 30.0", "100 tokens"),
+        (
+            {"norm_type": "rms_norm_after", "attention_sinks": "full_window"},
+            "RMSNorm after attention and MLP",
+            "100 tokens, and a learned sink for each local head (for queries with a full window)",
+        ),
+        (
+            {
+                "norm_type": "rms_norm_around",
+                "position_embedding_type": "rope",
+                "num_global_heads": [0, *[1] * 11],
+                "rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")},
+                "final_logit_softcapping": 30.0,
+            },
+            "RMSNorm before and after attention and MLP, other rotary embeddings in layers without global heads, "
+            "logits capped at 30.0",
+            "100 tokens",
+        ),
     ],
 )
 def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blocks, window):
@@ -371,6 +416,7 @@ def test_mistakes_get_one_line_and_status_2(trained, tmp_path, capsys, command, 
         (["compare", "books"], "the following arguments are required: --arms"),
         (["compare", "--arms", "ls", "--seeds", "0"], "argument --seeds: must be an integer of 1 or more; got '0'"),
         (["generate", ".", "x", "--temperature", "0"], "argument --temperature: must be a number above 0; got '0'"),
+        (["generate", ".", "x", "--temperature", "inf"], "--temperature: must be a number above 0; got 'inf'"),
         (["generate", ".", "x", "--top_k", "many"], "--top_k: must be an integer of 1 or more; got 'many'"),
     ],
 )
@@ -398,6 +444,17 @@ def test_without_a_network_a_missing_source_is_a_missing_folder(tmp_path, monkey
     assert "there is no folder 'nope' here, and no model of that name could be read from the Hub" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("positions", "more"), [(4095, " --block_size 4095"), (4096, "")])
+def test_convert_says_how_to_heal(monkeypatch, capsys, positions, more):
+    """In blocks of the recipe's length, if the model has so many positions."""
+    model = SimpleNamespace(config=LSGPTConfig(max_position_embeddings=positions))
+    calibration = SimpleNamespace(perplexities={}, retrieval={})
+    monkeypatch.setattr("lsgpt.conversion.convert", lambda *arguments: (model, calibration))
+    assert lsgpt_cli.main(["convert", "a/b", "new", "--calibrate", "text.txt"]) == 0
+    heal = "lsgpt train heal --model_name_or_path new --teacher a/b --dataset_name text.txt"
+    assert f"  {heal}{more}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["runs", "mine"])

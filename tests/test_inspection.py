@@ -34,8 +34,15 @@ from transformers import (
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.inspection import report as inspection_report
-from lsgpt.inspection.report import FILES, PAGE_SCALE, format_kinds, format_report, read_blocks, write_page
-from lsgpt.inspection.statistics import FIGURES, attention_statistics, head_figures, mean_entropy, visit_layers
+from lsgpt.inspection.report import FILES, PAGE_SCALE, format_kinds, format_report, plot_heads, read_blocks, write_page
+from lsgpt.inspection.statistics import (
+    FIGURES,
+    AttentionStatistics,
+    attention_statistics,
+    head_figures,
+    mean_entropy,
+    visit_layers,
+)
 from lsgpt.training import train_tokenizer
 
 
@@ -179,6 +186,8 @@ def test_uniform_attention():
     assert figures["far_mass_without_first"].item() == pytest.approx(sum((i - far) / (i + 1) for i in late) / 48)
     window = causal(64, 16)
     assert mean_entropy(window / window.sum(-1, keepdim=True), window).item() == pytest.approx(1.0)
+    half_empty = torch.tensor([[0.5, 0.5], [0.0, 0.0]]).double()  # the second query has no weight on these keys
+    assert mean_entropy(half_empty, torch.ones(2, 2).bool()).item() == pytest.approx(1.0)
 
 
 def test_each_query_at_itself():
@@ -237,8 +246,8 @@ def test_far_is_the_window_by_default(build_any, tiny_model):
     assert attention_statistics(build_any("lsgpt"), ids).far == 8
     assert attention_statistics(tiny_model(sliding_window=30), ids).far == 20
     assert attention_statistics(tiny_model(num_global_heads=6), ids).far == 20
-    ids = torch.randint(3, 97, (1, 256))
-    assert attention_statistics(tiny_model(num_global_heads=6), ids).far == 128
+    ids = torch.randint(3, 97, (1, 300))
+    assert attention_statistics(tiny_model(num_global_heads=6, max_position_embeddings=300), ids).far == 128
 
 
 @pytest.mark.parametrize(
@@ -265,6 +274,10 @@ def test_models_without_attention_weights(build_any):
     with pytest.raises(ValueError, match=r"must have causal attention.*got MambaForCausalLM"):
         attention_statistics(MambaForCausalLM(MambaConfig(**small)), ids)
     model = build_any("llama")
+    model.config.num_hidden_layers = 0
+    with pytest.raises(ValueError, match="must have attention; LlamaForCausalLM never called its attention layers"):
+        attention_statistics(model, ids)
+    model.config.num_hidden_layers = 2
     attention = model.model.layers[1].self_attn
     compute = attention.forward
     attention.forward = lambda *args, **kwargs: (compute(*args, **kwargs)[0], None)
@@ -365,6 +378,65 @@ def test_command(workplace, capsys, name):
     assert [figure["label"] for figure in data["figures"]] == [FIGURES[x][0] for x in statistics.figures()]
 
 
+@pytest.fixture
+def known_statistics():
+    """Of layers 0 and 3: the first head is global, two are local, and the last layer has only two heads."""
+    gap = math.nan
+    return AttentionStatistics(
+        layers=[0, 3],
+        is_local=torch.tensor([[False, True, True], [False, True, False]]),
+        far=8,
+        distance=torch.tensor([[1200.0, 2.0, 4.0], [800.0, 3.0, gap]]).double(),
+        entropy=torch.tensor([[0.25, 0.75, gap], [0.75, 0.5, gap]]).double(),
+        effective_rank=torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, gap]]).double(),
+        first_token=torch.tensor([[0.5, 0.25, 0.3125], [0.125, 0.375, gap]]).double(),
+        learned_sink=torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, gap]]).double(),
+        far_mass=torch.tensor([[0.5, 0.0, 0.0], [0.25, 0.0, gap]]).double(),
+        far_mass_without_first=torch.tensor([[0.25, 0.0, 0.0], [0.0, 0.0, gap]]).double(),
+        far_entropy=torch.tensor([[0.5, gap, gap], [gap, gap, gap]]).double(),
+    )
+
+
+def test_tables_of_the_report(known_statistics):
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in format_kinds(known_statistics).splitlines()]
+    assert rows[0] == ["", "global (2 heads)", "local (3 heads)"]
+    assert rows[2:] == [
+        ["distance", "1,000.0 (800.0 to 1,200.0)", "3.0 (2.0 to 4.0)"],
+        ["entropy", "0.50 (0.25 to 0.75)", "0.62 (0.50 to 0.75)"],
+        ["effective rank", "1.5 (1.0 to 2.0)", "3.0 (2.0 to 4.0)"],
+        ["first token", "31.2% (12.5% to 50.0%)", "31.2% (25.0% to 37.5%)"],
+        ["far", "37.5% (25.0% to 50.0%)", "0.0% (0.0% to 0.0%)"],
+        ["far, not first", "12.5% (0.0% to 25.0%)", "0.0% (0.0% to 0.0%)"],
+        ["far entropy", "0.50 (0.50 to 0.50)", "-"],
+        ["sink heads", "1", "2"],
+    ]
+    report = format_report(known_statistics, "model", "a text")
+    assert "*Far* keys are 8 tokens away or more: those that a window of 8\ntokens does not hold" in report
+    for row in (
+        "| 0 | global | 1 | 1,200.0 | 0.25 | 1.0 | 50.0% | 50.0% | 25.0% | 0.50 | 1 |",
+        "| 0 | local | 2 | 3.0 | 0.75 | 2.5 | 28.1% | 0.0% | 0.0% | - | 1 |",
+        "| 3 | global | 1 | 800.0 | 0.75 | 2.0 | 12.5% | 25.0% | 0.0% | - | 0 |",
+        "| 3 | local | 1 | 3.0 | 0.50 | 4.0 | 37.5% | 0.0% | 0.0% | - | 1 |",
+    ):
+        assert row in report
+
+
+def test_plot_of_all_heads(known_statistics, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(inspection_report.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    alike = known_statistics._replace(is_local=torch.zeros(2, 3).bool())
+    for statistics, title in ((known_statistics, "left of the red line: global heads"), (alike, "")):
+        plot_heads(tmp_path / "heads.png", statistics)
+        figure = figures.pop()
+        assert figure.get_suptitle().startswith(title) and bool(figure.get_suptitle()) == bool(title)
+        maps = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+        assert list(maps) == [FIGURES[name][0] for name in statistics.figures()]
+        limits = {name: axes.images[0].get_clim() for name, axes in maps.items()}
+        assert limits["distance"] == (0, 1200) and limits["effective rank"] == (0, 4)
+        assert {limits[name] for name in limits.keys() - {"distance", "effective rank"}} == {(0, 1)}
+        assert [maps["far"].yaxis.get_major_formatter()(row, None) for row in (0, 1, 2)] == ["0", "3", ""]
+
+
 class Addresses(HTMLParser):
     """Everything in a page that a browser would load from elsewhere."""
 
@@ -393,8 +465,10 @@ def test_page_stays_small_with_many_heads(build_any, tmp_path, monkeypatch):
     model, ids = build_any("lsgpt"), torch.randint(3, 97, (1, 100))
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
     monkeypatch.setattr(inspection_report, "PAGE_WEIGHTS", 12 * 50 * 51 // 2)
-    write_page(tmp_path / "a.html", model, tokenizer, ids[0], attention_statistics(model, ids), "a", "b", "c")
+    statistics, name = attention_statistics(model, ids), "</script>"
+    write_page(tmp_path / "a.html", model, tokenizer, ids[0], statistics, name, "b", "c")
     data = page_data((tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert data["model"] == name  # it does not end the data
     weights = [head["weights"] for layer in data["layers"] for head in layer["heads"]]
     assert len(data["tokens"]) == 50 and {len(each) for each in weights} == {50 * 51 // 2}
 
@@ -406,6 +480,7 @@ def test_short_text_into_the_folder_of_an_earlier_inspection(workplace):
         (workplace / "here" / name).write_text("{}")
     assert run("lsgpt", "short.txt", "--output", "here", "--far", "3") == 0
     results = json.loads((workplace / "here" / "statistics.json").read_text())
+    assert "Measured on 1 block of" in (workplace / "here" / "report.md").read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained("lsgpt")
     assert (results["blocks"], results["length"]) == (1, len(tokenizer("def f(x): return x").input_ids))
     assert results["far"] == 3
@@ -442,6 +517,8 @@ def test_an_end_of_text_is_between_documents(workplace):
 def test_blocks_may_take_all_positions():
     config = LlamaConfig(max_position_embeddings=20)
     assert [inspection_report.check_length(length, config) for length in (None, 20, 2)] == [20, 20, 2]
+    for config in (LlamaConfig(max_position_embeddings=2048), MambaConfig()):  # the second one has no such number
+        assert inspection_report.check_length(None, config) == 512
 
 
 @pytest.mark.parametrize(

@@ -252,12 +252,29 @@ def test_empty_slots_of_a_static_cache_do_not_count():
     module = nn.Module()
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
     key[:, :, 5:] = 100 * query[:, :, 4:]  # the largest logits by far, if somebody saw them
-    expected = max_logits_of_call("sdpa", module, query, key[:, :, :5], None)
+    expected = (query @ key[:, :, :5].mT / 8**0.5).tril().abs().amax((0, 2, 3))
+    close(max_logits_of_call("sdpa", module, query, key[:, :, :5], None), expected)
     close(max_logits_of_call("sdpa", module, query, key, None), expected)
     padding = torch.ones(1, 5, dtype=torch.long)
     close(max_logits_of_call("flash_attention_2", module, query, key, None, padding), expected)
     with pytest.raises(ValueError, match="cannot be measured with a paged cache, because Module does not have its"):
         max_logits_of_call("sdpa", module, query, key, None, cache=object())
+    for engine, length in (("eager", 9), ("sdpa", 3)):  # without a mask; of fewer keys than queries
+        with pytest.raises(ValueError, match="causal attention only; that of Module is not causal"):
+            max_logits_of_call(engine, module, query, key[:, :, :length], None)
+    with pytest.raises(ValueError, match=r"must have shape \(batch, 1 or 2 heads, .* got \(1, 3, 5, 9\)"):
+        max_logits_of_call("sdpa", module, query, key, None, torch.ones(1, 3, 5, 9))
+
+
+def test_cached_keys_count_beside_padding():
+    """A new token that does not see itself is padding; what was cached before it is not."""
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    key[:, :, 1] = 10 * query[:, :, 0]
+    visible = torch.ones(5, 9).tril(4).bool()
+    visible[:, 8] = False  # the last token is padding, whatever else it sees
+    query[:, :, 4] = 100 * key[:, :, 0]
+    expected = (query @ key.mT / 8**0.5)[:, :, :4].masked_fill(~visible[:4], 0.0).abs().amax((0, 2, 3))
+    close(max_logits_of_call("sdpa", nn.Module(), query, key, None, visible[None, None]), expected)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
@@ -359,6 +376,10 @@ def test_taken_away_after_an_error():
         measure_max_logits(model, input_ids=torch.tensor([[1000]]))
     assert not stands_in_front(modeling_llama)
     maxima = MaxLogits(model)
+    maxima.start()
+    maxima.start()  # from the beginning again
+    maxima.stop()
+    assert not stands_in_front(modeling_llama)
     maxima.start()
     assert stands_in_front(modeling_llama)
     del maxima  # as when an error ends a training

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsgpt import LSGPTForCausalLM
-from lsgpt.configuration import LSGPTConfig, list_presets, list_recipes, load_preset, load_recipe
+from lsgpt.configuration import LSGPTConfig, list_presets, list_recipes, load_arms, load_preset, load_recipe
 
 
 def test_names():
@@ -98,3 +98,12 @@ def test_broken_recipes(tmp_path):
     recipe.write_text("just text")
     with pytest.raises(ValueError, match="must be a mapping from names to values; got str"):
         load_recipe(recipe)
+
+
+def test_arms_of_a_file_replace_the_shipped_ones(tmp_path):
+    arms = tmp_path / "arms.yaml"
+    arms.write_text("ls: {z_loss: 0.5}\nmine: {qk_norm: true}\n")
+    assert load_arms(arms) == {**load_arms(), "ls": {"z_loss": 0.5}, "mine": {"qk_norm": True}}
+    arms.write_text("mine: [1]\n")
+    with pytest.raises(ValueError, match=r"arm 'mine' must be a mapping from field names to values; got \[1\]"):
+        load_arms(arms)

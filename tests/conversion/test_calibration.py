@@ -25,7 +25,7 @@ from lsgpt.conversion import (
     recall,
     with_global_heads,
 )
-from lsgpt.conversion.calibration import count_global_heads, write_report
+from lsgpt.conversion.calibration import _cost_lengths, count_global_heads, write_report
 from lsgpt.conversion.heads import SINK_LOGITS
 from lsgpt.conversion.retrieval import KINDS, make_passages
 from lsgpt.modeling_lsgpt import attention_layers
@@ -382,6 +382,13 @@ def test_number_of_global_heads(tiny_config):
     for value in (0, 12, 0.01, 0.99, 1.0):
         with pytest.raises(ValueError, match="`global_kv_heads` must be between 1 and 11, or a share below 1"):
             count_global_heads(config, value, "overall")
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"), [(64, [64]), (1024, [1024]), (3000, [1024, 2048, 3000]), (4096, [1024, 2048, 4096])]
+)
+def test_costs_are_shown_up_to_the_positions(tiny_config, positions, lengths):
+    assert _cost_lengths(tiny_config(max_position_embeddings=positions)) == lengths
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.35, 0.9])

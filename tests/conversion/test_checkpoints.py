@@ -311,6 +311,7 @@ def test_refused_heads(global_heads, window, message):
 def test_gpt2_folder(tmp_path):
     """A file keeps its precision; the tokenizer comes along; the result loads through the Auto classes."""
     gpt2 = make_gpt2(vocab_size=300).to(torch.bfloat16)
+    gpt2.generation_config.update(do_sample=True, temperature=0.6)
     gpt2.save_pretrained(tmp_path / "gpt2")
     convert(tmp_path / "gpt2", tmp_path / "bare")
     assert not list((tmp_path / "bare").glob("*token*"))  # although AutoTokenizer makes an empty one
@@ -320,7 +321,7 @@ def test_gpt2_folder(tmp_path):
     model, calibration = convert(tmp_path / "gpt2", tmp_path / "out")
     assert calibration is None
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.dtype == torch.bfloat16
+    assert loaded.dtype == torch.bfloat16 and loaded.generation_config.temperature == 0.6
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

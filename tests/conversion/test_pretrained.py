@@ -287,6 +287,8 @@ def test_what_belongs_to_the_source_comes_along(llama, tmp_path, capsys):
     assert after.apply_chat_template(chat, tokenize=False) == "<user>or not"
     assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
     assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/base"}
+    readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "Converted from `tiny-llama` by" in readme  # not where it is on this machine
     card = make_card(tmp_path / "out")
     assert (card.data.license, card.data.base_model) == ("llama3.2", "someone/base")
 
@@ -384,10 +386,14 @@ def test_language_model_of_gemma_3_with_images(tmp_path):
     assert relative_error(model, whole, torch.randint(4, 97, (2, 50))) <= 1e-5
 
 
+def change_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
 def test_refused_weights(tmp_path):
     make_source(attention_bias=True).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": False, "intermediate_size": 81}))
+    change_config(tmp_path, attention_bias=False, intermediate_size=81)
     with pytest.raises(
         ValueError, match=r"unknown: model.layers.0.self_attn.k_proj.bias.*mlp.down_proj.weight \(48, 80"
     ):
@@ -416,6 +422,16 @@ def test_converted_tensor_by_tensor_it_is_what_it_is_when_it_is_loaded(config_cl
     assert set(index["weight_map"].values()) == set(files)
     assert index["metadata"]["total_parameters"] == model.num_parameters()
     assert index["metadata"]["total_size"] == 2 * model.num_parameters()
+
+
+def test_the_precision_is_that_of_the_configuration(tmp_path):
+    source = make_source()
+    source.save_pretrained(tmp_path / "source")
+    change_config(tmp_path / "source", dtype="bfloat16")
+    model, _ = convert(tmp_path / "source", tmp_path / "out")
+    for made in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+        assert made.dtype == torch.bfloat16
+        assert torch.equal(made.model.norm.weight, source.model.norm.weight.bfloat16())
 
 
 def test_memory_that_a_conversion_takes(tmp_path):
@@ -451,6 +467,29 @@ def test_weights_that_are_not_finite_leave_nothing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be finite; model.norm.weight has NaN or infinite values"):
         convert(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()  # an empty folder that was there stays
+    with pytest.raises(ValueError, match="must be finite"):
+        convert(tmp_path / "source", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_text_is_not_read_without_a_token_for_its_end(tmp_path):
+    make_source(vocab_size=300).save_pretrained(tmp_path / "source")
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="the source must have a tokenizer with an end-of-text token"):
+        convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
+
+
+def test_a_tokenizer_of_a_vocabulary_and_merges(tmp_path):
+    """As GPT-2 had it first, without `tokenizer.json`."""
+    make_source(vocab_size=300).save_pretrained(tmp_path / "source")
+    tokenizer, text = make_tokenizer(), "that is not the question"
+    tokenizer.backend_tokenizer.model.save(str(tmp_path / "source"))
+    (tmp_path / "source" / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    convert(tmp_path / "source", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):

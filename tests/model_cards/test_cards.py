@@ -122,14 +122,27 @@ def test_dry_run_writes_a_whole_model_whose_snippets_run(folder, tmp_path, capsy
         run_program(vllm, tmp_path, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
-def test_vllm_is_offered_only_to_models_that_it_can_serve(folder, rope_type):
-    config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10_000.0}
-    config |= {"position_embedding_type": "rope", "rope_parameters": rope}
+def rope(rope_type):
+    parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10_000.0}
+    return {"position_embedding_type": "rope", "rope_parameters": parameters}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_served"),
+    [
+        (rope("linear"), True),
+        (rope("dynamic"), False),
+        ({"norm_type": "rms_norm_after"}, False),
+        ({"attention_sinks": True}, True),
+        ({"attention_sinks": "full_window"}, False),
+        ({"attention_sinks": "full_window", "num_global_heads": 6}, True),  # there are no sinks
+    ],
+)
+def test_vllm_is_offered_only_to_models_that_it_can_serve(folder, values, is_served):
+    config = json.loads((folder / "config.json").read_text()) | values
     (folder / "config.json").write_text(json.dumps(config))
     text = make_card(folder, "ada/tiny", "mit").text
-    assert ("from vllm import" in text) == ("vllm serve" in text) == (rope_type == "linear")
+    assert ("from vllm import" in text) == ("vllm serve" in text) == is_served
     assert "\n\n\n" not in text and "**Fine-tuning** with" in text
 
 
@@ -158,6 +171,7 @@ def test_the_card_tells_what_the_run_left(folder):
         "loss": pytest.approx(results["eval_loss"], abs=1e-4),
         "bits_per_byte": pytest.approx(results["eval_bits_per_byte"], abs=1e-4),
     }
+    assert all(value == round(value, 4) for value in values.values())
 
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, last = (log["max_logit_local"] for log in metrics if "max_logit_local" in log)
@@ -175,6 +189,8 @@ def test_the_card_tells_what_the_run_left(folder):
         expected,
         "none was over 100",
         "`words.txt` (local), in blocks of 64 tokens",
+        "was held out from the training; the first 2 blocks of it were used.",
+        "It was not tuned to follow instructions.",
         "![Largest attention logits over the training](max_logits.png)",
         "@article{hajra2025shortrange",
         "undertrained",
@@ -200,6 +216,25 @@ def test_a_bare_checkpoint_claims_nothing(folder):
     assert card.text.count("](") == card.text.count("](http") + card.text.count("](heads.png)")
     assert "Not recorded" in card.text and "Not measured." in card.text and "It was not measured." in card.text
     assert str(folder) in card.text  # without a name on the Hub, the snippets load the folder
+    assert "not tuned" not in card.text and "blocks of it" not in card.text
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "max_length=100)" in make_card(folder, license="apache-2.0").text
+
+
+def test_limits_of_a_run(folder):
+    results = json.loads((folder / "results.json").read_text())
+    tokens = 20 * results["parameters"]
+    results |= {"step": 3, "max_steps": 4, "tokens": tokens, "prompt": "word1 and 1; " * 300}
+    (folder / "results.json").write_text(json.dumps(results))
+    card = make_card(folder, "ada/tiny")
+    assert "The training ended at step 3 of the 4 of its schedule." in card.text
+    assert "undertrained" not in card.text
+    assert "max_new_tokens=1," in card.text  # the prompt fills the model's positions
+    results |= {"step": 4, "tokens": tokens - 1}
+    (folder / "results.json").write_text(json.dumps(results))
+    card = make_card(folder, "ada/tiny")
+    assert "The training ended" not in card.text and "It is undertrained: 20 tokens per parameter" in card.text
 
 
 def test_numbers_that_are_lost_are_not_evaluations(folder):
@@ -226,6 +261,15 @@ def test_logits_that_are_not_finite_are_told(folder):
     assert "| largest attention logit seen in training | inf |" in text
 
 
+def test_a_logit_that_is_no_number_is_the_largest(folder):
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = next(log for log in reversed(metrics) if "max_logit_local" in log)
+    last |= {"max_logit": "NaN", "max_logit_local": "NaN"}
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(log)}\n" for log in metrics))
+    text = str(make_card(folder, "ada/tiny"))
+    assert "| nan (4) | nan (4) |" in text and "1 of them had one over 100" in text
+
+
 def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder, tmp_path, capsys):
     del hub.commits[:]
     assert lsgpt_cli.main(["publish", str(folder), "lovelace/tiny", "--private"]) == 0
@@ -240,6 +284,8 @@ def test_publish_uploads_all_in_one_commit_and_it_loads_by_its_name(hub, folder,
     assert f"{hub.url}/lovelace/tiny" in capsys.readouterr().out
 
     transformers, _, _ = snippets_of(ModelCard(files["README.md"].decode()), "lovelace/tiny")
+    publish(folder, "ada/open")
+    assert "ada/open" in hub.repos and "ada/open" not in hub.private
     prompt = json.loads(files["results.json"])["prompt"]
     assert run_program(transformers, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0").startswith(prompt)
 
@@ -418,7 +464,8 @@ def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
     trainer.model.save_pretrained(folder, max_shard_size="20KB")
     shards = {path.name for path in folder.glob("model-*.safetensors")}
     assert len(shards) > 1
-    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\nMine.\n")
+    metadata = "license: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: ada/base"
+    (folder / "README.md").write_text(f"---\n{metadata}\n---\nMine.\n")
     refused("links to LICENSE, which is not among", folder, "ada/tiny", dry_run=True)
     (folder / "LICENSE").write_text("Do as you like.")
     (folder / "notes.txt").write_text("private")
@@ -430,18 +477,25 @@ def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
     assert files == PUBLISHED - {"model.safetensors"} | new
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license_name, card.data.license_link) == ("mine", "LICENSE")
+    assert card.data.base_model == "ada/base"
     assert "[mine](LICENSE)" in card.text
 
 
-def test_data_and_base_models_of_the_hub_are_named(folder):
+def test_data_and_base_models_of_the_hub_are_named(folder, tmp_path, monkeypatch):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    recipe |= {"dataset_name": "emozilla/pg19", "model_name_or_path": "ada/base"}
+    recipe |= {"dataset_name": "emozilla/pg19", "dataset_config_name": "some", "model_name_or_path": "ada/base"}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     card = make_card(folder, "ada/tiny")
     assert (card.data.datasets, card.data.base_model) == (["emozilla/pg19"], "ada/base")
     assert "[emozilla/pg19](https://huggingface.co/datasets/emozilla/pg19)" in card.text
     assert "started from the weights of [ada/base](https://huggingface.co/ada/base)" in card.text
     assert "undertrained" not in card.text  # the base model may have seen enough
+    assert "not tuned" not in card.text  # nor is it known how it was trained
+    assert {result.dataset_config for result in card.data.eval_results} == {"some"}
+    monkeypatch.chdir(tmp_path)
+    Path("emozilla", "pg19").mkdir(parents=True)  # then it is this folder that was read
+    card = make_card(folder, "ada/tiny")
+    assert card.data.datasets is None and "`pg19` (local), configuration some" in card.text
 
 
 def test_the_licence_of_a_run_comes_before_that_of_its_start(folder, tmp_path):

@@ -18,6 +18,7 @@ from lsgpt.modeling_lsgpt.context_parallel_lsgpt import (
     check_inputs,
     count_tokens_sent,
     split_sequences,
+    take_part,
 )
 from lsgpt.modeling_lsgpt.visibility_lsgpt import describe_visibility
 
@@ -92,6 +93,9 @@ def inputs(**others):
         ({"output_attentions": True}, "`output_attentions` must be unset .* in evaluation mode"),
         ({"attention_mask": torch.ones(2, 1, 12, 12).bool()}, "must have 2 dimensions .* pass `position_ids`"),
         ({"attention_mask": {}}, "must have 2 dimensions"),
+        ({"labels": torch.ones(2, 13)}, r"`labels` must have shape \(2, 12\).* got \(2, 13\)"),
+        ({"shift_labels": torch.ones(2, 11)}, r"`shift_labels` must have shape \(2, 12\).* got \(2, 11\)"),
+        ({"position_ids": torch.ones(1, 13)}, r"`position_ids` must have shape \(2, 12\).* got \(1, 13\)"),
         ({"attention_mask": torch.ones(2, 13)}, r"`attention_mask` must have shape \(2, 12\).* got \(2, 13\)"),
         ({"teacher_logits": torch.ones(2, 11, 5)}, r"`teacher_logits` must have shape \(2, 12\).* got \(2, 11, 5\)"),
         ({"input_ids": torch.ones(2, 13), "labels": torch.ones(2, 13)}, "multiple of 2 tokens.* got 13. Pad them"),
@@ -100,6 +104,12 @@ def inputs(**others):
 def test_what_cannot_be_split_is_refused(tiny_config, others, message):
     with pytest.raises(ValueError, match=message):
         check_inputs(tiny_config(), inputs(**others), 2)
+
+
+def test_attentions_that_the_configuration_asks_for_are_refused(tiny_config):
+    config = tiny_config(attn_implementation="eager", output_attentions=True)
+    with pytest.raises(ValueError, match="`output_attentions` must be unset"):
+        check_inputs(config, inputs(), 2)
 
 
 def test_training_without_labels_is_refused(tiny_config):
@@ -122,6 +132,23 @@ def test_other_inputs_are_not_refused(tiny_config, others):
 def test_other_models_are_refused(tiny_config):
     with pytest.raises(ValueError, match=r"must be an LSGPTForCausalLM .* got LSGPTForSequenceClassification"):
         split_sequences(LSGPTForSequenceClassification(tiny_config()), None)
+
+
+def test_a_process_takes_its_part_of_every_input(tiny_config, monkeypatch):
+    """The second of two. What comes after its last token is not to be predicted."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    labels, positions = torch.arange(24).view(2, 12), torch.tensor([[*range(5), *range(7)]])
+    embeds, teacher = torch.randn(2, 12, 48), torch.randn(2, 12, 97)
+    whole = {"inputs_embeds": embeds, "position_ids": positions, "labels": labels, "teacher_logits": teacher}
+    others = {"ignore_index": 8, "use_cache": True, "cu_seq_lens_q": torch.tensor([0, 3, 12])}
+    part, _ = take_part(tiny_config(), {**whole, **others}, None)
+    assert all(torch.equal(part[name], x[:, 6:]) for name, x in whole.items())
+    assert part["shift_labels"].tolist() == [[7, 8, 9, 10, 11, 8], [19, 20, 21, 22, 23, 8]]
+    assert part["num_items_in_batch"] == (22 - 1) / 2  # the two processes take the mean of their losses
+    assert part["ignore_index"] == 8 and not part.keys() & {"use_cache", "cu_seq_lens_q"}
+    part, _ = take_part(tiny_config(), {**whole, "shift_labels": labels}, None)
+    assert torch.equal(part["shift_labels"], labels[:, 6:])
 
 
 @contextmanager

@@ -210,10 +210,14 @@ def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, re
     AttentionInterface.register("with_sinks", lambda *args, s_aux=None, **kwargs: 1 / 0)
     model, ids = tiny_model(engine="eager", attention_sinks=True), torch.randint(97, (1, 40))
     model.config._attn_implementation = "plain"
-    with pytest.raises(ValueError, match=r'`attention_sinks` needs .* an argument `s_aux`; "plain" has none'):
+    message = r'`attention_sinks` needs .* an argument `s_aux`; "plain" has none. Use attn_implementation="sdpa"'
+    with pytest.raises(ValueError, match=message):
         model(ids)
     model.config._attn_implementation = "with_sinks"
     with pytest.raises(ZeroDivisionError):
+        model(ids)
+    model.config.attention_sinks = "full_window"
+    with pytest.raises(ValueError, match=r'must be True or False with "with_sinks", which shows .* got "full_window"'):
         model(ids)
 
 
@@ -221,7 +225,8 @@ def test_registered_functions_that_would_ignore_a_softcap_are_refused(tiny_model
     AttentionInterface.register("plain", sdpa_attention_forward)
     model = tiny_model(engine="eager", attn_logit_softcapping=0.5)
     model.config._attn_implementation = "plain"
-    with pytest.raises(ValueError, match=r'`attn_logit_softcapping` needs .* an argument `softcap`; "plain" has none'):
+    message = r'`attn_logit_softcapping` needs .* an argument `softcap`; "plain" has none. Use .*="eager"'
+    with pytest.raises(ValueError, match=message):
         model(torch.randint(97, (1, 40)))
 
 
@@ -390,15 +395,19 @@ def test_flash_attention_gets_packed_documents(tiny_model, flash_calls):
 @torch.no_grad()
 def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
     ids, positions = torch.randint(97, (2, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    row = {"input_ids": ids[:1], "position_ids": positions}
+    filled = tiny_model(torch.bfloat16)(ids[:1, :3]).past_key_values
     for dtype, inputs, message in (
         (torch.float32, {}, "computes in float16 or bfloat16; got torch.float32"),
         (torch.bfloat16, {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, "does not support a 4-D"),
         (torch.bfloat16, {"position_ids": positions}, "packed documents only in a single row without padding"),
+        (torch.bfloat16, {**row, "attention_mask": torch.arange(12)[None] < 10}, "a single row without padding"),
+        (torch.bfloat16, {**row, "past_key_values": filled}, "packed documents only .* and without a cache"),
     ):
         model = tiny_model(dtype)
         model.config._attn_implementation = "my_flash"
         with pytest.raises(ValueError, match=message):
-            model(ids, **inputs)
+            model(**{"input_ids": ids, **inputs})
     with pytest.raises(ValueError, match="does not support a static cache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
     assert not flash_calls

@@ -293,3 +293,4 @@ def test_pipelines_are_refused(tiny_model):
     config = DistributedConfig(pp_size=2)
     with pytest.raises(ValueError, match="`pp_size` of the `DistributedConfig` must be 1; got 2"):
         type(model).maybe_distribute_model(model, config, None)
+    assert type(model).maybe_distribute_model(model, DistributedConfig(fsdp_size=1), None) is model

@@ -220,6 +220,14 @@ def test_loss_of_a_called_head_in_half_precision_is_computed_in_float32():
     torch.testing.assert_close(causal_lm_loss(states, head, labels), expected)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["matrix", "called"])
+def test_distributions_of_a_teacher_in_half_precision_are_computed_in_float32(bias):
+    states, labels, head = torch.randn(2, 40, 19), torch.randint(37, (2, 40)), torch.nn.Linear(19, 37, bias=bias)
+    teacher = torch.randn(2, 40, 37).bfloat16()
+    losses = [causal_lm_loss(states, head, labels, teacher_logits=each) for each in (teacher, teacher.float())]
+    torch.testing.assert_close(*losses)
+
+
 def test_compiled_and_checkpointed(tiny_model, fresh_compiler):
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=600).train()
     input_ids = batch(length=300)

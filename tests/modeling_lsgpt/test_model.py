@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DynamicCache,
     StaticCache,
 )
@@ -216,11 +217,9 @@ def test_positions_that_go_on_from_a_cache_are_one_document():
 def test_half_precision(tiny_model, engine):
     """Off by no more than twice what the dense engine is in the same precision."""
     input_ids = batch()
-    for dtype in (torch.bfloat16, torch.float16):
-        model, plain = (
-            tiny_model(dtype, name, head_dim=16, initializer_range=0.1).requires_grad_(False)
-            for name in (engine, "eager")
-        )
+    for dtype, positions in ((torch.bfloat16, "learned"), (torch.float16, "learned"), (torch.float16, "sinusoidal")):
+        values = {"head_dim": 16, "initializer_range": 0.1, "position_embedding_type": positions}
+        model, plain = (tiny_model(dtype, name, **values).requires_grad_(False) for name in (engine, "eager"))
         exact = reference_logits(model, input_ids)
         logits = model(input_ids).logits
         assert logits.dtype == dtype
@@ -408,7 +407,12 @@ def test_generic_heads(tiny_config):
     torch.testing.assert_close(
         output.loss, torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
     )
+    causal = mask[:, None, None].bool() & torch.ones(12, 12).tril().bool()
+    real = mask.bool()
+    torch.testing.assert_close(token(input_ids, attention_mask=causal).logits[real], expected[real])
+    assert sequence.score.bias is None and token.score.bias is not None  # as in Transformers' Llama
     assert isinstance(AutoModelForSequenceClassification.from_config(config), LSGPTForSequenceClassification)
+    assert isinstance(AutoModelForTokenClassification.from_config(config), LSGPTForTokenClassification)
 
 
 def test_auto_classes_without_trust_remote_code(tiny_model, tmp_path):
@@ -499,6 +503,8 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     flex = tiny_model(engine="flex_attention", head_dim=16).train()
     with pytest.raises(ValueError, match="no backward pass on the CPU"):
         flex(input_ids)
+    with pytest.raises(ValueError, match=r"`flex_attention` needs a boolean 4-D mask, .* got torch.float32"):
+        flex(input_ids, attention_mask=torch.zeros(2, 1, 45, 45))
     dropout = tiny_model(engine="flex_attention", head_dim=16, attention_dropout=0.1).train().requires_grad_(False)
     with pytest.raises(ValueError, match="FlexAttention does not support `attention_dropout`"):
         dropout(input_ids)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
+from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification, LSGPTForTokenClassification, LSGPTModel
 from lsgpt.conversion import convert
 
 
@@ -89,3 +89,11 @@ def test_a_language_model_becomes_a_classifier_without_the_package(tiny_model, t
     assert first["logits"].shape == (2, 2)
     with torch.no_grad():
         assert torch.equal(second["logits"], classifier(inputs).logits)
+
+
+@pytest.mark.parametrize("cls", [LSGPTModel, LSGPTForTokenClassification])
+def test_other_models_carry_their_code_too(tiny_config, tmp_path, cls):
+    cls(tiny_config()).save_pretrained(tmp_path)
+    assert (tmp_path / "modeling_lsgpt.py").is_file()
+    auto_map = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    assert f"modeling_lsgpt.{cls.__name__}" in auto_map.values()

@@ -106,11 +106,16 @@ def test_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     compare("tiny.yaml", **arms)  # everything is there
     assert report.read_text() == text
     assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 2
+    compare("tiny.yaml", ["ls"], num_seeds=1)  # nor is anything lost of the arms that are not named
+    assert report.read_text() == text
 
     # One tokenizer for all.
     tokenizers = {file.read_bytes() for file in folder.glob("*/seed-*/tokenizer.json")}
     assert tokenizers == {(folder / "tokenizer" / "tokenizer.json").read_bytes()}
 
+    (tmp_path / "arms.yaml").write_text("wild: {learning_rate: 1.0e+13}\n")
+    with pytest.raises(ValueError, match="has another recipe or another arm of the same name"):
+        compare("tiny.yaml", **arms)
     write_inputs(tmp_path, learning_rate=1e-5)
     with pytest.raises(ValueError, match="`output_dir` must be new, or hold the same comparison"):
         compare("tiny.yaml", ["ls"])
@@ -157,8 +162,10 @@ def test_a_run_that_fails_is_shown(tmp_path, monkeypatch):
 
 def test_table_over_uneven_runs(tmp_path):
     """Diverged runs do not count towards the mean, and a run without measured logits has none."""
-    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump({"recipe": {"run_name": "x"}, "arms": {"a": {}}}))
+    recipe = {"run_name": "x", "seed": 7}
+    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump({"recipe": recipe, "arms": {"a": {}}}))
     study, lines = RecipeArms(tmp_path), []
+    assert study.first_seed == 7
     values = [
         ("finished", 10.0, None),
         ("finished", 14.0, 30.0),
@@ -186,6 +193,18 @@ def test_table_over_uneven_runs(tmp_path):
     report = write_report(study, tmp_path).read_text()
     assert "| a | 12.00 ± 2.83 | 1.5000 ± 0.0000 | 180.0 ± 277.3 | 200 ± 100 | 2 GB | 2 of 4 |" in report
     assert "](perplexity.png)" not in report and "## Claims" not in report
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "3"), ("5", "5")])
+def test_runs_share_the_cores(tmp_path, monkeypatch, given, found):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    logs = [tmp_path / f"{i}.log" for i in range(2)]
+    assert sorted(run_commands([command] * 2, logs, 2)) == [(0, 0), (1, 0)]
+    assert [log.read_text() for log in logs] == [f"{found}\n"] * 2
 
 
 def test_a_run_that_fails_ends_the_others(tmp_path):

@@ -15,6 +15,8 @@ from lsgpt.studies.comparisons import (
     Bounds,
     Comparison,
     Limit,
+    Metric,
+    Sooner,
     decide,
     log_rank,
 )
@@ -104,6 +106,8 @@ def test_bounds_need_all_seeds():
     assert bounds.judge(runs_of(a=[5.0, 3.0], b=[3.0, 1.5])).verdict == "contradicted"
     assert bounds.judge(runs_of(a=[5.0], b=[1.0])).verdict == "inconclusive"
     assert bounds.judge(runs_of(a=[5.0])).verdict == "open"
+    of_common_seeds = bounds.judge(runs_of(a=[5.0, 6.0, 3.0], b=[1.0, 1.5]))
+    assert (of_common_seeds.verdict, of_common_seeds.num_seeds) == ("supported", 2)
 
 
 def test_log_rank():
@@ -115,6 +119,21 @@ def test_log_rank():
     assert statistic > 0 and p == pytest.approx(2 / 252)
     assert log_rank([9, 9, 9], [9, 9, 9], cap=5) == (0.0, 1.0)  # nobody got there
     assert log_rank([8, 7, 6, 9], [1, 2, 3, 4], cap=5)[0] < 0
+    assert log_rank([5, 5], [6, 6], cap=5)[0] > 0  # the last step counts
+
+
+def test_what_is_learned_sooner():
+    steps = {"a": [10, 20, 30, 40, 50], "b": [60, 70, math.inf, math.inf, math.inf]}
+    runs = {arm: [{"seed": seed, "steps": x} for seed, x in enumerate(of_arm)] for arm, of_arm in steps.items()}
+    a, b = (Best(name, (name,)) for name in steps)
+    first, second = (Sooner("us", Metric("the steps", "steps"), *sides, cap=50) for sides in ((a, b), (b, a)))
+    assert first.judge(runs)[:2] == (
+        "supported",
+        "median 30 steps for `a`, median more than 50 steps for `b`; p = 0.0079",
+    )
+    assert second.judge(runs).verdict == "contradicted"
+    assert first.judge({**runs, "b": runs["b"][:1]}).verdict == "open"
+    assert first.judge({**runs, "a": runs["a"][-1:] * 2}).figure.startswith("median 50 steps for `a`")
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -166,6 +166,27 @@ def test_training_closes_the_distance(small_study, monkeypatch):
     assert measure(model, evaluation_rows(20, 10), 4) == values["raw"]
 
 
+def test_what_was_drawn_is_what_is_trained_with(small_study, monkeypatch):
+    found = []
+
+    def train_small(model, data, seed, folder, options, callbacks, **more):
+        found.extend((options, *callbacks))
+        raise InterruptedError
+
+    monkeypatch.setattr("lsgpt.studies.set_complement.train_small", train_small)
+    drawn = {"learning_rate": 3e-3, "weight_decay": 0.05, "final_rate": 0.1}
+    drawn |= {"ema_horizon": 50, "bema_every_n_steps": 2.6}
+    with pytest.raises(InterruptedError):
+        small_study.train_and_measure(small_model(), drawn, 42)
+    options, ema, bema = found
+    assert (options["learning_rate"], options["weight_decay"]) == (3e-3, 0.05)
+    assert options["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    assert (ema.kind, ema.settings["decay"]) == ("ema", 0.98) and (bema.kind, bema.settings["every_n_steps"]) == (
+        "bema",
+        3,
+    )
+
+
 def test_models_of_other_seeds_begin_with_other_weights(tmp_path, monkeypatch):
     study = load_study("set-complement")
     monkeypatch.setattr(study, "train_and_measure", lambda model, *_: model.model.embed_tokens.weight.sum().item())

@@ -82,6 +82,7 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     report = run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
     (line,) = read_lines(report.parent)
     assert line["arm"] == arm and line["values"]["step"] == 4 and line["environment"]["commit"]
+    assert (line["seed"], line["fields"]) == (42, fields)
     again = load_study("learning-rates").run(arm, 42, tmp_path / "again", fields)
     assert again["eval_loss"] == pytest.approx(line["values"]["eval_loss"], rel=1e-6)
 
@@ -220,7 +221,8 @@ def test_long_runs_are_measured(tmp_path, monkeypatch):
         monkeypatch.setattr(study, field, value)
     fields = small_fields(block_size="64", save_steps="2", max_eval_blocks="4", eval_steps="2")
     runs = {arm: [study.run(arm, seed, tmp_path, fields) for seed in (42, 43)] for arm in ("mhsa-rope", "ls-rope")}
-    run = runs["ls-rope"][0]
+    run, other = runs["ls-rope"]
+    assert run["eval_loss"] != other["eval_loss"]
     assert run["validation"]["2"] > run["validation"]["4"]
     assert run["validation"]["4"] == pytest.approx(run["eval_loss"])
     assert run["environment"] == describe_environment()  # of the training: the measuring may be done elsewhere
@@ -232,6 +234,12 @@ def test_long_runs_are_measured(tmp_path, monkeypatch):
     assert "| `mhsa-rope, global heads` |" in text and "| `mhsa-rope, local heads` |" not in text
     top, position, content = (np.array(run["parts"][key]) for key in ("max_logit", "max_position", "max_content"))
     assert (top <= position + content + 1e-3).all() and (np.array(run["parts"]["position_share"]) <= 1).all()
+    # A run that diverged before the last of these steps has no loss there.
+    file = tmp_path / "ls-rope" / "seed-42" / "metrics.jsonl"
+    logs = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < 4]
+    file.write_text("".join(f"{line}\n" for line in logs))
+    again = study.measure(file.parent)["validation"]
+    assert again == {"2": run["validation"]["2"], "4": math.inf}
 
 
 def test_parts_of_logits_are_those_of_the_model(tiny_model):
@@ -279,6 +287,8 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
     assert max(rates) <= 1.2e-3 and rates[-1] < 0.3 * 1.2e-3 and rate_at(0.02) == 1 and rate_at(1.0) == 0.1
     assert rate_at(0.265) == pytest.approx(0.1 + 0.9 * (1 + 0.5**0.5) / 2)  # a quarter of a cosine
+    assert (rate_at(0), rate_at(0.01), rate_at(1.5)) == (1e-3, 0.5, 0.1)
+    assert run["status"] == f"stopped at step {run['step']} by a callback"
     config = AutoConfig.from_pretrained(tmp_path / "ls" / "seed-42")
     assert run["flops_per_step"] == 3 * 64 * config.flops_per_token(64)  # forward once, backward twice
     # A run that goes on has used what it had used.
@@ -412,6 +422,7 @@ def test_summaries():
     assert spike_score(noise) == 0
     assert spike_score([*noise[:200], 50.0, *noise[201:]]) == pytest.approx(1 / 272)
     assert spike_score([*noise[:200], math.nan, *noise[201:]]) == pytest.approx(1 / 272)
+    assert spike_score(noise[:128]) == spike_score([math.nan] * 128 + [9.0]) == 0  # nothing to compare with
 
 
 @pytest.mark.parametrize("log_y", [False, True])
@@ -448,5 +459,6 @@ def test_small_trainings_have_the_rows_of_their_seed_and_the_optimizer_of_micro(
     options = {"max_steps": 1, "learning_rate": 1e-3, "use_cpu": True}
     assert not train_small(tiny_model(), Stream(make_row, 1), 1, tmp_path, options, [Look()])
     recipe = parse_arguments("micro").training
+    assert found["seed"] == 1
     for name in ("adam_beta2", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs"):
         assert found[name] == getattr(recipe, name), name

@@ -171,10 +171,14 @@ def test_models_are_judged_on_far_answers_of_rows_that_are_not_trained(tmp_path,
 
     def train_small(model, data, seed, folder, options, callbacks):
         found.update(data=data, goal=callbacks[0])
+        weights.append(model.lm_head.weight.sum().item())
         return False
 
+    weights = []
     monkeypatch.setattr(time_to_learn, "train_small", train_small)
-    load_study("time-to-learn").run("recall-1-lr0.001", 47, tmp_path, ())
+    for seed in (48, 47, 47):
+        load_study("time-to-learn").run("recall-1-lr0.001", seed, tmp_path, ())
+    assert weights[0] != weights[1] == weights[2]
     goal, trained = found["goal"], {tuple(row["input_ids"]) for row in islice(found["data"], 256)}
     assert len(goal.rows) == 128 and not trained & {tuple(row.input_ids) for row in goal.rows}
 
@@ -203,3 +207,11 @@ def test_time_to_learn_stops_at_the_goal(tmp_path, monkeypatch):
     assert study.comparisons["one-all-recall"].judge(runs).verdict == "supported"
     assert study.comparisons["one-all-copy"].judge(runs).verdict == "inconclusive"
     assert study.comparisons["no-head-recall"].judge(runs).verdict == "supported"
+
+
+def test_of_rates_with_equal_medians_that_with_the_smaller_mean_is_taken():
+    """Runs that were stopped count as a number, or a single one of them would make every mean infinite."""
+    steps = [5 * [math.inf], [300, 400, *3 * [math.inf]], [500, *4 * [math.inf]]]
+    arms = [time_to_learn.arm_of("recall", 1, rate) for rate in time_to_learn.RATES]
+    runs = {arm: [{"seed": i, "steps": x} for i, x in enumerate(of_arm)] for arm, of_arm in zip(arms, steps)}
+    assert time_to_learn.tuned("recall", 1).choose(time_to_learn.STEPS, runs) == arms[1]

@@ -116,14 +116,17 @@ def test_config_overrides_change_the_model(tmp_path):
         ("max_grad_norm: -1", [], "`max_grad_norm` must be at least 0 and finite; got -1.0"),
         ("max_steps: 0", [], "`max_steps` must be at least 1, or -1 with .*; got 0 and"),
         ("num_train_epochs: 0\nmax_steps: -1", [], "a positive and finite `num_train_epochs`; got -1 and 0.0"),
+        ("num_train_epochs: .inf\nmax_steps: -1", [], "a positive and finite `num_train_epochs`; got -1 and inf"),
         (
             "attn_implementation: flex_attention\nuse_cpu: true",
             [],
             "must not be flex_attention for training on the CPU",
         ),
         ("attn_implementation: triton\nuse_cpu: true", [], "must not be triton for training on the CPU"),
+        ("attn_implementation: triton_in_float32\nuse_cpu: true", [], "must not be triton for training on the CPU"),
         ("z_loss: -1", [], "`z_loss` must be at least 0 and finite; got -1.0"),
         ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
+        ("on_explosion: clip\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
         ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got 1.0"),
         ("averaging: {kind: ema, decay: high}", [], "`decay` must be at least 0 and below 1; got 'high'"),
@@ -146,6 +149,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
         parse_arguments("demo", ["--report_to", "wandb"])
     assert parse_arguments("demo", ["--report_to", "tensorboard"]).training.report_to == ["tensorboard"]
     assert parse_arguments("demo", ["--report_to", "none"]).training.report_to == []
+    assert parse_arguments("demo", ["--report_to", "flyte"]).training.report_to == ["flyte"]  # which is never listed
 
 
 def test_recipe_of_a_run_repeats_it(tmp_path):

@@ -69,6 +69,7 @@ def test_split_and_order_do_not_depend_on_the_machine(tmp_path):
 
     # Another file changes neither the order of the others nor their side.
     make_library(tmp_path / "b", ["one_more.py"])
+    (tmp_path / "b" / "one_more.py").write_bytes(b"name = '\xe9'\n")  # in another encoding
     third = load_stdlib(tmp_path / "b")
     for split in first:
         assert [path for path in third[split]["path"] if path != "one_more.py"] == first[split]["path"][:]
@@ -248,6 +249,16 @@ def test_local_files_and_folders(tmp_path, kind, streaming):
             (folder / f"{name}.jsonl").unlink()
 
 
+def test_words_in_the_path_of_a_file_name_its_split(tmp_path):
+    """Also those of folders, whatever their case; `latest` and `contest` are other words."""
+    texts = {"Val/a.jsonl": "held out", "test/b.jsonl": "", "latest/contest.jsonl": "one", "c.jsonl": "two"}
+    for name, text in texts.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_json_lines(tmp_path / "data" / name, [text])
+    splits = load_documents(str(tmp_path / "data"))
+    assert sorted(splits["train"]["text"]) == ["one", "two"] and splits["validation"]["text"][:] == ["held out"]
+
+
 def test_which_documents_are_held_out(tmp_path):
     """That does not depend on order, files, or on whether the data are streamed."""
     texts, folder = [f"text {i}" for i in range(1000)], tmp_path / "data"
@@ -362,6 +373,10 @@ def test_one_of_few_documents_is_no_validation_text(tmp_path):
     write_json_lines(tmp_path / "a.jsonl", texts)
     splits = load_documents(str(tmp_path / "a.jsonl"))
     assert len(splits["train"]) == len(splits["validation"]) == len(texts)
+    texts = [texts[0], *[f"document {i}" for i in range(100) if not _is_held_out(f"document {i}", 5, True)][:19]]
+    write_json_lines(tmp_path / "a.jsonl", texts)  # of which one is 5%
+    splits = load_documents(str(tmp_path / "a.jsonl"))
+    assert [splits[name]["text"][:] for name in ("train", "validation")] == [texts[1:], texts[:1]]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -377,6 +392,7 @@ def test_what_is_wrong_with_data_is_said(tmp_path, streaming):
     check("got 'bdy'; did you mean 'body'", text_column="bdy")
     assert "text" in next(iter(load_documents(str(tmp_path / "corpus"), text_column="body")["train"]))
     check("between 1 and 50; got 51", validation_percentage=51)
+    check("between 1 and 50; got 0", validation_percentage=0)
     (tmp_path / "corpus" / "b.txt").touch()
     check("files of several kinds")
     (tmp_path / "empty.jsonl").touch()

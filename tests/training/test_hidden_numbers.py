@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from lsgpt.training.data import pack, train_tokenizer
-from lsgpt.training.hidden_numbers import COUNT, FORMATS, HideNumbers
+from lsgpt.training.hidden_numbers import COUNT, FORMATS, NAMES, HideNumbers
 
 
 LENGTH = 1000
@@ -25,21 +25,25 @@ def rows(count):
 
 
 def test_numbers_are_repeated_at_the_end(tokenizer):
-    hide, formats = HideNumbers(tokenizer, 1.0), set()
+    """With their names, in another order; hidden in the first quarter of the text, which goes on behind them."""
+    hide, formats, orders = HideNumbers(tokenizer, 1.0), set(), set()
     for row in rows(40):
         changed = hide(row)
         assert changed == hide(row)
         assert len(changed["input_ids"]) == LENGTH
         assert changed["position_ids"] == list(range(LENGTH))
         text = tokenizer.decode(changed["input_ids"])
-        numbers = re.findall(r"\d+", text)
-        assert len(numbers) == 2 * COUNT
-        assert sorted(numbers[:COUNT]) == sorted(numbers[COUNT:])
-        assert text.index(numbers[COUNT - 1]) < LENGTH // 2
+        numbers, names = list(re.finditer(r"\d+", text)), re.findall("|".join(NAMES), text)
+        pairs = [(name, number[0]) for name, number in zip(names, numbers, strict=True)]
+        assert len(pairs) == 2 * COUNT
+        assert sorted(pairs[:COUNT]) == sorted(pairs[COUNT:])
+        orders.add(pairs[:COUNT] == pairs[COUNT:])
+        original, (_, rest) = tokenizer.decode(row["input_ids"]), text[numbers[COUNT - 1].end() :].split("\n", 1)
+        assert original.index(rest[:50]) < LENGTH // 4
         formats |= {
             form for form in FORMATS if form[0].split("{number}")[0].split("{name}")[-1] in text[: LENGTH // 2]
         }
-    assert len(formats) == len(FORMATS)
+    assert len(formats) == len(FORMATS) and False in orders
 
 
 @pytest.mark.parametrize("share", [(), (0.25,)])
@@ -50,8 +54,11 @@ def test_share_of_the_blocks(tokenizer, share):
 
 
 def test_blocks_without_room_stay(tokenizer):
-    row = {"input_ids": list(range(97, 123)) * 4}
-    assert HideNumbers(tokenizer, 1.0)(row) == row
+    """Also where the numbers would take more than half of the block."""
+    for length in (104, 350):
+        for start in range(26):
+            row = {"input_ids": [97 + (start + i) % 26 for i in range(length)]}
+            assert HideNumbers(tokenizer, 1.0)(row) == row
 
 
 @pytest.mark.parametrize("kind", [Dataset, IterableDataset])

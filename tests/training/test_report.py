@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from lsgpt.training import RunResult, plot_max_logits, write_report
 from lsgpt.training.data import train_tokenizer
 from lsgpt.training.train import generate_sample
+from lsgpt.utilities import format_duration, with_unit
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 from lsgpt.utilities.plots import average_in_bins, plot_curves
 
@@ -49,8 +50,16 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
     assert yaml.safe_load(report.split("````yaml\n")[1].split("````")[0]) == recipe
     for text in (
         "# mine: training report",
+        "| status | finished |",
+        "| evaluation loss (nats per token) | 2.0000 |",
+        "| evaluation perplexity (per token) | 7.39 |",
         "| evaluation bits per byte | 1.2500 |",
+        "| parameters | 1,234 |",
         "| optimizer steps | 20 of 20 |",
+        "| training tokens | 5,000 |",
+        "| training tokens per second (median step, without waiting for data) | 100 |",
+        "| peak memory of the training (process 0) | 500 MB |",
+        "| wall time of the training since its last start, evaluation included (s) | 3.0 |",
         "| largest attention logit seen in training | 12.5 |",
         "| heads per layer | 2 global + 4 local, 12 dimensions each |",
         "a sample ```f```",
@@ -73,6 +82,17 @@ def test_results_are_json_and_come_back_whatever_the_numbers(tmp_path):
     assert lost == ["stopped at step 20 by on_explosion", "Infinity", "NaN"]
     assert values["loss_by_position"] == [5.0, 4.0, "NaN", 2.0]
     assert repr(RunResult.read(tmp_path)) == repr(result)  # NaN is not equal to itself
+    del values["tokens"], values["environment"]  # as earlier versions wrote it
+    (tmp_path / "results.json").write_text(json.dumps(values))
+    assert repr(RunResult.read(tmp_path)) == repr(replace(result, tokens=0))
+
+
+def test_numbers_and_durations_have_units():
+    numbers = {0: "0", 999.4: "999", 999.5: "1 k", 1234567: "1.23 M", 2e9: "2 G", 5e15: "5e+03 T"}
+    assert {number: with_unit(number) for number in numbers} == numbers
+    assert with_unit(2048, "B") == "2.05 kB" and with_unit(3, "B") == "3 B"
+    durations = {89.4: "89 s", 90: "1.5 min", 5399: "90.0 min", 5400: "1.5 h"}
+    assert {seconds: format_duration(seconds) for seconds in durations} == durations
 
 
 def test_bins_hold_every_position_once():

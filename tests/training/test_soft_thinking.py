@@ -251,6 +251,20 @@ def test_thinking_is_cut_off(name):
     assert not roll_out(make_model(name), max_thinking_tokens=0).is_soft.any()
 
 
+def test_tokens_after_the_thinking_are_drawn_from_the_candidates():
+    model, draws = make_model("llama"), 4000
+    rollout = roll_out(model, PADDED[1:2].repeat(draws, 1), max_new_tokens=2, max_thinking_tokens=0)
+    assert (rollout.token_ids[:, 0] == END).all()
+    with torch.no_grad():
+        logits = model(torch.cat([PADDED[1], torch.tensor([END])])[None]).logits[0, -1]
+    ids, probabilities = select_candidates(logits)
+    counts = rollout.token_ids[:, 1].bincount(minlength=len(logits))[ids]
+    expected = draws * probabilities[probabilities > 0]
+    assert counts.sum() == draws and len(expected) > 2
+    # 0.1% of chi-square with 4 degrees, of which there are at most so many.
+    assert ((counts[: len(expected)] - expected) ** 2 / expected).sum() < 18.5
+
+
 def test_every_end_token_ends_a_completion():
     model = make_model("llama")
     whole = roll_out(model, eos_token_id=[])

@@ -216,6 +216,8 @@ def test_logits_that_are_not_finite_count_as_explosions(tiny_model, tiny_config,
     maxima = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, bad], [300.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     figures = summarize_max_logits(maxima, tiny_config(), threshold=100.0)
     assert figures["heads_over_threshold"] == 2
+    at_the_largest = summarize_max_logits(maxima, tiny_config(), threshold=300.0)
+    assert at_the_largest["heads_over_threshold"] == 1  # which is not over it
     assert figures["max_logit_global"] == 300
     for name in ("max_logit", "max_logit_local", "max_logit/layer_0/local"):
         assert figures[name] == pytest.approx(bad, nan_ok=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fresh
@@ -181,6 +182,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
         arguments = parse_arguments(None, ["--resume_from_checkpoint", str(whole / "checkpoint-9"), option])
         with pytest.raises(ValueError, match=message):
             build_trainer(arguments)
+        build_trainer(arguments._replace(training=replace(arguments.training, ignore_data_skip=True)))
 
 
 @pytest.mark.parametrize(("per_row", "outcome"), [(2, nullcontext()), (1, pytest.raises(ValueError, match="got 384"))])
@@ -348,6 +350,9 @@ def test_everything_about_a_run_is_in_its_folder(train, recipe, tmp_path):
     # The figures are those of the checkpoint: perplexity and bits per byte of the first five blocks.
     results = json.loads((folder / "results.json").read_text())
     assert (results["status"], results["step"], results["tokens"]) == ("finished", 7, 7 * 2 * 2 * 32)
+    first = next(text for text in documents if _is_held_out(text, 5, True))
+    assert results["prompt"] == " ".join(first.split()[:3]) and f"continues {results['prompt']!r}:" in output
+    assert results["parameters"] == sum(x.numel() for x in load_file(folder / "model.safetensors").values())
     tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
     held_out = [
         [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents if _is_held_out(text, 5, True)
