@@ -330,10 +330,10 @@ class LSGPTDecoderLayer(GradientCheckpointingLayer):
         self.post_mlp_layernorm = make_norm(config, is_after)
         self.dropout = nn.Dropout(config.resid_dropout)
 
-    @accept_cache
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Maps `(B, T, hidden_size)` to the same shape; `kwargs` go to the attention."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        past_key_values = kwargs.pop(CACHE, None)
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), past_key_values=past_key_values, **kwargs)
         hidden_states = hidden_states + self.dropout(self.post_self_attn_layernorm(attended))
         outputs = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + self.dropout(self.post_mlp_layernorm(outputs))
