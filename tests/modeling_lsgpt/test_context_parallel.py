@@ -89,6 +89,7 @@ def inputs(**others):
     ("others", "message"),
     [
         ({"past_key_values": DynamicCache()}, "`past_key_values` must be unset .* leave it out"),
+        ({"cache": DynamicCache()}, "`cache` must be unset .* leave it out"),
         ({"logits_to_keep": 3}, "`logits_to_keep` must be unset"),
         ({"output_attentions": True}, "`output_attentions` must be unset .* in evaluation mode"),
         ({"attention_mask": torch.ones(2, 1, 12, 12).bool()}, "must have 2 dimensions .* pass `position_ids`"),

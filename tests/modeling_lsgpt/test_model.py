@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForTokenClassification,
     DynamicCache,
     StaticCache,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -325,6 +327,13 @@ def test_attentions_of_cached_steps_stand_on_the_full_key_axis(tiny_model, stati
                 torch.testing.assert_close(actual[..., :stop], whole[:, :, start:stop, :stop])
                 assert not actual[..., stop:].any()  # slots of a static cache that no token has filled yet
             start = stop
+
+
+def test_predictions_of_a_trainer_are_logits_alone(tiny_model, tmp_path):
+    """And not the cache, which it would join over batches like everything else that a model returns."""
+    trainer = Trainer(tiny_model(), TrainingArguments(str(tmp_path), use_cpu=True, use_cache=True, report_to="none"))
+    row = {"input_ids": list(range(12)), "labels": list(range(12))}
+    assert trainer.predict([row] * 3).predictions.shape == (3, 12, 97)
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_model):
