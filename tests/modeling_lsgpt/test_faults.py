@@ -107,6 +107,7 @@ def test_a_cache_has_two_names(tiny_model):
         assert returned.get_seq_length() == 19
         embeds = model.get_input_embeddings()(ids[:, -1:])
         masks = create_masks_for_generate(model.config, embeds, **{second: returned})
+        assert [mask.shape[-1] for mask in masks.values()] == [20, 8]  # of global heads, and of local ones
         outputs = model(ids[:, -1:], masks, **{second: returned})
         assert outputs[CACHE] is returned and returned.get_seq_length() == 20
         torch.testing.assert_close(outputs.logits, expected)
