@@ -1,6 +1,6 @@
 """Pages state what the results of the studies say, and the check finds figures that were changed."""
 
-import importlib.util
+import importlib
 import math
 import shutil
 import sys
@@ -14,10 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def check_claims():
-    spec = importlib.util.spec_from_file_location("check_claims", ROOT / "docs" / "check_claims.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(ROOT / "docs")
+        return importlib.import_module("check_claims")
+
+
+@pytest.fixture
+def raw_results(check_claims):
+    return importlib.import_module("raw_results")
 
 
 @pytest.fixture
@@ -34,9 +38,10 @@ def test_pages_state_what_the_results_say(check_claims):
 
 
 def test_the_check_needs_none_of_the_studies_code(check_claims):
-    source = (ROOT / "docs" / "check_claims.py").read_text(encoding="utf-8")
-    imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
-    assert imported <= set(sys.stdlib_module_names)
+    for name in ("check_claims", "raw_results"):
+        lines = (ROOT / "docs" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
+        assert imported <= {*sys.stdlib_module_names, "raw_results"}
 
 
 @pytest.mark.parametrize(
@@ -118,8 +123,8 @@ def test_a_sentence_that_is_gone_is_found(check_claims, copy):
     assert any("'|Sinusoidal" in fault.problem for fault in check_claims.find_faults(copy))
 
 
-def test_quantiles_are_those_of_students_t(check_claims):
-    for num_seeds, quantile in check_claims.QUANTILES.items():
+def test_quantiles_are_those_of_students_t(raw_results):
+    for num_seeds, quantile in raw_results.QUANTILES.items():
         freedom, steps = num_seeds - 1, 20_000
         scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
         width = quantile / steps
@@ -144,36 +149,36 @@ def test_quantiles_are_those_of_students_t(check_claims):
         ([-math.inf, -math.inf, -math.inf], 0, 0.05, "contradicted"),
     ],
 )
-def test_verdicts(check_claims, differences, sign, margin, verdict):
-    assert check_claims.judge(dict(enumerate(differences)), sign, margin) == verdict
+def test_verdicts(raw_results, differences, sign, margin, verdict):
+    assert raw_results.judge(dict(enumerate(differences)), sign, margin) == verdict
 
 
-def test_p_values_and_their_corrections(check_claims):
+def test_p_values_and_their_corrections(raw_results):
     differences = [1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 1.0], 4 * [1.0], [1.0, math.inf]
-    p_values = [check_claims.p_value(dict(enumerate(x))) for x in differences]
+    p_values = [raw_results.p_value(dict(enumerate(x))) for x in differences]
     assert p_values == [pytest.approx(0.2048328), pytest.approx(0.0741799), None, None, None]
     # Benjamini and Hochberg's limits are 0.0125, 0.025, 0.0375 and 0.05, Holm's 0.0125, 0.0167, 0.025 and 0.05.
-    assert check_claims.significant([0.04, 0.001, 0.2, 0.02]) == ["4", "3", "2", "1"]
+    assert raw_results.significant([0.04, 0.001, 0.2, 0.02]) == ["4", "3", "2", "1"]
 
 
-def test_numbers_are_written_without_a_negative_zero(check_claims):
-    assert [check_claims.decimal(x, 3) for x in (-0.0004, -0.0006, 1234.5)] == ["0.000", "-0.001", "1,234.500"]
+def test_numbers_are_written_without_a_negative_zero(raw_results):
+    assert [raw_results.decimal(x, 3) for x in (-0.0004, -0.0006, 1234.5)] == ["0.000", "-0.001", "1,234.500"]
 
 
-def test_runs_that_diverged_have_an_infinite_loss(check_claims, monkeypatch):
+def test_runs_that_diverged_have_an_infinite_loss(raw_results, monkeypatch):
     losses = {1: (2.0, False), 2: (2.0, True), 3: (None, False)}
     runs = {seed: {"eval_loss": x, "max_logit": 9.0, "diverged": lost} for seed, (x, lost) in losses.items()}
-    monkeypatch.setattr(check_claims, "results", lambda study: {"ls": runs})
-    assert check_claims.column("a study", "ls") == {1: 2.0, 2: math.inf, 3: math.inf}
-    assert check_claims.column("a study", "ls", "max_logit") == dict.fromkeys(losses, 9.0)
+    monkeypatch.setattr(raw_results, "results", lambda study: {"ls": runs})
+    assert raw_results.column("a study", "ls") == {1: 2.0, 2: math.inf, 3: math.inf}
+    assert raw_results.column("a study", "ls", "max_logit") == dict.fromkeys(losses, 9.0)
 
 
-def test_what_is_learned_sooner(check_claims, monkeypatch):
+def test_what_is_learned_sooner(check_claims, raw_results, monkeypatch):
     """At the rate with the smallest median or, of equal ones, with the smallest sum."""
     steps = {"0.001": 5 * [None], "0.002": [100, 200, None, None, None], "0.004": [300, 400, None, None, None]}
     runs = {f"copy-1-lr{rate}": {i: {"steps": x} for i, x in enumerate(of_rate)} for rate, of_rate in steps.items()}
-    monkeypatch.setattr(check_claims, "results", lambda study: runs)
-    assert check_claims.steps_of("copy", 1) == [100, 200, math.inf, math.inf, math.inf]
+    monkeypatch.setattr(raw_results, "results", lambda study: runs)
+    assert raw_results.steps_of("copy", 1) == [100, 200, math.inf, math.inf, math.inf]
     groups = {1: [100, 200, 300, 400, 500], 6: [5000, 5100, 5200, math.inf, math.inf]}
     monkeypatch.setattr(check_claims, "steps_of", lambda task, count: groups[count])
     figures = [list(check_claims.sooner_row("", "copy", *counts).figures) for counts in ((1, 6), (6, 1))]
