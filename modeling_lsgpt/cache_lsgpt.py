@@ -83,6 +83,11 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
+    def reorder_cache(self, beam_idx: torch.LongTensor):
+        """Reorders the layer like `DynamicLayer`, and frees the buffers, which have the old order."""
+        super().reorder_cache(beam_idx)
+        self.buffers = None
+
     def offload(self):
         """Offloads the layer like `DynamicLayer`, and frees the spare room."""
         super().offload()

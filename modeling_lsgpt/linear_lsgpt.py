@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from .configuration_lsgpt import LSGPTConfig
+
 
 MIN_WEIGHTS = 2**17
 """
@@ -11,9 +13,11 @@ chosen with models 128 to 768 wide on two cores; with 2**20, GPT-2 small takes 1
 """
 
 
-def make_linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
-    """`nn.Linear`, or a `SplitLinear` if there are enough weights."""
-    kind = nn.Linear if in_features * out_features < MIN_WEIGHTS else SplitLinear
+def make_linear(config: LSGPTConfig, in_features: int, out_features: int, bias: bool) -> nn.Linear:
+    """`nn.Linear`, or a `SplitLinear` if there are enough weights, and they are not to be quantized."""
+    # Transformers' bitsandbytes and FP8 quantizers replace modules whose type is exactly `nn.Linear`.
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    kind = nn.Linear if is_quantized or in_features * out_features < MIN_WEIGHTS else SplitLinear
     return kind(in_features, out_features, bias=bias)
 
 

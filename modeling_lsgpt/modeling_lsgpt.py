@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -41,6 +41,9 @@ from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
 from .visibility_lsgpt import check_shape, describe_visibility, may_look_at, positions_in_documents
+
+
+logger = logging.get_logger(__name__)
 
 
 class LSGPTSinusoidalPositions(nn.Module):
@@ -64,9 +67,9 @@ class LSGPTMLP(nn.Module):
         super().__init__()
         bias = config.has_bias("mlp")
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = make_linear(width, inner, bias=bias) if config.gated_mlp else None
-        self.up_proj = make_linear(width, inner, bias=bias)
-        self.down_proj = make_linear(inner, width, bias=bias)
+        self.gate_proj = make_linear(config, width, inner, bias=bias) if config.gated_mlp else None
+        self.up_proj = make_linear(config, width, inner, bias=bias)
+        self.down_proj = make_linear(config, inner, width, bias=bias)
         self.down_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -158,10 +161,10 @@ class LSGPTAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = make_linear(config.hidden_size, q_size, bias=config.has_bias("qkv_proj"))
-        self.k_proj = make_linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
-        self.v_proj = make_linear(config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
-        self.o_proj = make_linear(q_size, config.hidden_size, bias=config.has_bias("o_proj"))
+        self.q_proj = make_linear(config, config.hidden_size, q_size, bias=config.has_bias("qkv_proj"))
+        self.k_proj = make_linear(config, config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.v_proj = make_linear(config, config.hidden_size, kv_size, bias=config.has_bias("qkv_proj"))
+        self.o_proj = make_linear(config, q_size, config.hidden_size, bias=config.has_bias("o_proj"))
         self.o_proj.writes_to_residual_stream = True  # for `_init_weights`
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -262,8 +265,10 @@ class LSGPTAttention(nn.Module):
             )
             attn_outputs.append(output)
             attn_weights.append(weights)
-        if attn_weights[0] is not None and kwargs.get("output_attentions", self.config.output_attentions):
-            return join_weights(calls, attn_weights, attention_mask)
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            if attn_weights[0] is not None:
+                return join_weights(calls, attn_weights, attention_mask)
+            logger.warning_once("no attention weights are returned: `output_attentions` needs `eager` attention")
         return torch.cat(attn_outputs, dim=2), None
 
     def split_heads(
@@ -389,9 +394,12 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         if ids.device.type != "cpu" or not may_look_at(ids):
             return
         ids = ids if ignored is None else ids[ids != ignored]
-        if not ids.numel():
-            return
-        (low, high), size = ids.aminmax(), getattr(self.config, limit)
+        if ids.numel():
+            low, high = ids.aminmax()
+            self._check_range(name, low, high, limit, ignored)
+
+    def _check_range(self, name: str, low: int | torch.Tensor, high: int | torch.Tensor, limit: str, ignored=None):
+        size = getattr(self.config, limit)
         if low < 0 or high >= size:
             rule = f"between 0 and {size - 1} (`{limit}` is {size})"
             rule += "" if ignored is None else f", or {ignored} to be ignored"
@@ -471,6 +479,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 learned positions, or the attention implementation does not support the call.
         """
         self._check_inputs(input_ids, inputs_embeds, position_ids)
+        if kwargs.get("is_causal") is False:
+            raise ValueError("`is_causal` must not be False: the heads of LSGPT see no later tokens")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
@@ -497,6 +507,12 @@ class LSGPTModel(LSGPTPreTrainedModel):
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
+            has_limit = self.config.position_embedding_type == "learned" and self.counts_left_padding
+            if has_limit and type(past_length) is int and not torch.compiler.is_compiling():
+                # Without a look at values: on a GPU, where they are not checked, the error would end the process.
+                self._check_range(
+                    "position_ids", 0, past_length + inputs_embeds.shape[1] - 1, "max_position_embeddings"
+                )
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
             if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
                 num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
@@ -540,6 +556,17 @@ class LSGPTModel(LSGPTPreTrainedModel):
         check_shape("position_ids", position_ids, "like the inputs", inputs.shape[:2], (1, inputs.shape[1]))
 
 
+def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Selects positions like the function of this name that Transformers 5.17 does not have yet."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.ndim == 2 and logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    if logits_to_keep.ndim == 2:
+        return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
 class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
     """The decoder with a language modelling head."""
 
@@ -551,7 +578,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LSGPTModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = make_linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = make_linear(config, config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -591,7 +618,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         Args:
             labels (`(B, T)`, *optional*): Token ids to predict, the same as `input_ids` (the shift happens inside);
                 -100 is ignored.
-            logits_to_keep: Number of last positions to compute logits for (0: all), or a tensor of their indices.
+            logits_to_keep: Number of last positions to compute logits for (0: all); a tensor of indices, equal for all
+                rows `(P,)` or for each `(B, P)`; or a boolean mask `(B, T)`.
             skip_logits: Whether to return only the loss, without ever holding the logits of all tokens at once. In
                 training on long blocks, they are by far the largest tensor.
             teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens.
@@ -599,8 +627,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
                 `skip_logits`, `label_smoothing`, `z_loss` and `teacher_logits`, see `causal_lm_loss`.
 
         Returns:
-            Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects, unless they are skipped; and
-            the loss if there are `labels`.
+            Logits `(B, T, V)`, or those of the positions that `logits_to_keep` selects (`(N, V)` for a mask), unless
+            they are skipped; and the loss if there are `labels`.
 
         Raises:
             ValueError: If `LSGPTModel` rejects the inputs, labels have the wrong shape or are outside the vocabulary,
@@ -622,10 +650,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         if labels is not None:
-            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
+            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:-1])
             shape = *labels.shape, self.config.vocab_size
             check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))

@@ -71,6 +71,7 @@ def test_every_section_is_run_here():
         "lm-evaluation-harness",
         "Pipelines",
         "torchao",
+        "bitsandbytes",
         "torch.export",
         "transformers serve",
     }
@@ -132,6 +133,32 @@ def test_pipelines(folder):
     texts = run_python(block("Pipelines", "python"), folder)
     assert texts.startswith("def ")
     assert "import os\n" in texts
+
+
+def test_bitsandbytes(folder):
+    """Also a model with large matrices: all its layers are quantized."""
+    check = """
+import torch
+from bitsandbytes.nn import Linear4bit
+
+def kinds(model):
+    return [type(module) for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+assert kinds(model).count(Linear4bit) == 2 * 6
+input_ids = torch.arange(40)[None]
+model.train()(input_ids, labels=input_ids).loss.backward()
+assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
+
+config = lsgpt.LSGPTConfig(vocab_size=512, hidden_size=384, num_hidden_layers=2, num_attention_heads=6)
+lsgpt.LSGPTForCausalLM(config).save_pretrained("runs/wide")
+wide = AutoModelForCausalLM.from_pretrained("runs/wide", quantization_config=quantization)
+assert kinds(wide) == 2 * 6 * [Linear4bit] + [torch.nn.Linear]  # the last is `lm_head`
+with torch.no_grad():
+    full = AutoModelForCausalLM.from_pretrained("runs/wide")(input_ids).logits
+    error = (wide(input_ids).logits - full).square().mean().sqrt()
+    assert 0 < error < 0.3 * full.std()
+"""
+    run_python(block("bitsandbytes", "python") + check, folder)
 
 
 def test_torchao(folder):

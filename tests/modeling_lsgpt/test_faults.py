@@ -218,6 +218,23 @@ def test_a_cache_with_fewer_layers_is_refused(tiny_model, tiny_config):
         tiny_model()(torch.randint(97, (1, 9)), past_key_values=cache)
 
 
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+def test_attention_to_later_tokens_is_refused(tiny_model, engine):
+    """Transformers' `sdpa` would give it to the global heads, the other functions to none."""
+    with pytest.raises(ValueError, match="`is_causal` must not be False: the heads of LSGPT see no later tokens"):
+        tiny_model(engine=engine)(torch.randint(97, (1, 9)), is_causal=False)
+
+
+def test_positions_past_the_last_are_refused_without_a_look_at_them(tiny_model):
+    """Values are not read on a GPU, where the lookup of such a position would end the process."""
+    model = tiny_model(max_position_embeddings=20).to("meta")
+    ids = torch.zeros(1, 20, dtype=torch.long, device="meta")
+    cache = model(ids, use_cache=True)[CACHE]
+    for inputs, options in ((ids[:, :1], {CACHE: cache}), (torch.cat([ids, ids[:, :1]], dim=1), {})):
+        with pytest.raises(ValueError, match=r"`position_ids` must be between 0 and 19 .*; got 20; learned positions"):
+            model(inputs, **options)
+
+
 def test_dynamic_quantization_reaches_the_projections(tiny_model):
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
     assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)

@@ -5,6 +5,7 @@ text then means equal computation, not a lucky rounding.
 """
 
 import copy
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -324,7 +325,9 @@ def test_a_cache_that_was_changed_by_others_goes_on(tiny_model):
 
     expected = continued(prefilled())
     cache = prefilled()
+    buffer = weakref.ref(cache.layers[0].keys._base)
     cache.reorder_cache(torch.tensor([1, 0]))
+    assert buffer() is None  # beam search would hold each cache twice
     torch.testing.assert_close(continued(cache, (1, 0)), expected[[1, 0]])
 
     cache = prefilled()

@@ -1,10 +1,14 @@
 """The product of one row in parts is that of `nn.Linear`, and others are left to it."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import FineGrainedFP8Config
 
+from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.modeling_lsgpt.linear_lsgpt import MIN_WEIGHTS, SplitLinear, make_linear
 
 
@@ -27,14 +31,23 @@ def run(linear, row):
 
 
 def test_only_large_matrices_are_split():
-    assert type(make_linear(512, MIN_WEIGHTS // 512 - 1, bias=False)) is nn.Linear
-    assert type(make_linear(512, MIN_WEIGHTS // 512, bias=False)) is SplitLinear
+    assert type(make_linear(LSGPTConfig(), 512, MIN_WEIGHTS // 512 - 1, bias=False)) is nn.Linear
+    assert type(make_linear(LSGPTConfig(), 512, MIN_WEIGHTS // 512, bias=False)) is SplitLinear
+
+
+def test_quantizers_that_replace_only_nn_linear_find_all_layers(tiny_config):
+    """Such as bitsandbytes (see tests/test_other_libraries.py) and FP8: `from_pretrained` tells the configuration."""
+    config = tiny_config(hidden_size=384, head_dim=64, gated_mlp=True, vocab_size=1000)
+    assert Counter(map(type, LSGPTForCausalLM(config).modules()))[SplitLinear] == 2 * 7 + 1
+    config.quantization_config = FineGrainedFP8Config()
+    assert Counter(map(type, LSGPTForCausalLM(config).modules()))[nn.Linear] == 2 * 7 + 1
 
 
 def test_those_of_gpt2_small_are_split_and_those_of_tiny_models_are_not():
     """With fewer split ones, GPT-2 small decodes slower; with more, models of 128 dimensions do."""
-    assert {type(make_linear(768, width, bias=True)) for width in (768, 3072)} == {SplitLinear}
-    assert {type(make_linear(128, width, bias=True)) for width in (128, 512)} == {nn.Linear}
+    config = LSGPTConfig()
+    assert {type(make_linear(config, 768, width, bias=True)) for width in (768, 3072)} == {SplitLinear}
+    assert {type(make_linear(config, 128, width, bias=True)) for width in (128, 512)} == {nn.Linear}
 
 
 @pytest.mark.parametrize("bias", [False, True])

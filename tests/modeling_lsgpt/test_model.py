@@ -28,6 +28,7 @@ from lsgpt import (
     LSGPTForTokenClassification,
     LSGPTModel,
 )
+from lsgpt.modeling_lsgpt.modeling_lsgpt import logger
 from lsgpt.modeling_lsgpt.visibility_lsgpt import find_documents
 
 
@@ -295,6 +296,12 @@ def test_logits_to_keep(tiny_model):
     torch.testing.assert_close(model(input_ids, logits_to_keep=3).logits, logits[:, -3:])
     kept = torch.tensor([0, 7])
     torch.testing.assert_close(model(input_ids, logits_to_keep=kept).logits, logits[:, kept])
+    of_rows = torch.tensor([[0, 7, 9], [3, 2, 44]])
+    expected = torch.stack([row[kept] for row, kept in zip(logits, of_rows)])
+    torch.testing.assert_close(model(input_ids, logits_to_keep=of_rows).logits, expected)
+    mask = torch.rand(2, 45) > 0.5
+    torch.testing.assert_close(model(input_ids, logits_to_keep=mask).logits, logits[mask])
+    torch.testing.assert_close(model(input_ids, logits_to_keep=mask[0]).logits, logits[:, mask[0]])
 
 
 def test_inputs_embeds(tiny_model):
@@ -309,6 +316,18 @@ def test_hidden_states_and_attentions(tiny_model):
     outputs = model(batch(), output_hidden_states=True, output_attentions=True)
     assert [tuple(h.shape) for h in outputs.hidden_states] == [(2, 45, 48)] * 3
     assert [tuple(a.shape) for a in outputs.attentions] == [(2, 6, 45, 45)] * 2
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("num_global_heads", [0, 2])
+def test_attentions_that_are_not_there_are_announced(tiny_model, caplog, engine, num_global_heads):
+    logger.warning_once.cache_clear()
+    model = tiny_model(engine=engine, num_global_heads=num_global_heads)
+    with caplog.at_level("WARNING", logger.name), torch.no_grad():
+        model(batch())
+        assert not caplog.messages
+        assert not model(batch(), output_attentions=True).attentions
+    assert "no attention weights are returned: `output_attentions` needs `eager` attention" in caplog.messages
 
 
 @pytest.mark.parametrize("values", [{}, {"num_global_heads": 0}, {"num_global_heads": [6, 0]}])
