@@ -64,21 +64,38 @@ NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
 
 
+OPTIMIZER_FIELDS = ("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Settings that an optimizer's state contains. When a run resumes, it replaces those of the arguments."""
+
+
+def check_optimizer(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run would resume with other settings of the optimizer, which would have no effect."""
+    recipe = Path(checkpoint).parent / "recipe.yaml"
+    before = load_recipe(recipe) if recipe.is_file() else arguments.recipe
+    for name in OPTIMIZER_FIELDS:
+        old, new = (recipe.get(name, "the default") for recipe in (before, arguments.recipe))
+        if old != new:
+            raise ValueError(
+                f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
+                f"got {new}. To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+            )
+
+
 def check_stream(checkpoint: str | Path, arguments: Arguments):
     """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
     args, checkpoint = arguments.training, Path(checkpoint)
-    recipe = checkpoint.parent / "recipe.yaml"
+    recipe, rest = checkpoint.parent / "recipe.yaml", "Otherwise, the stream would not continue where it was"
     workers = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
+    if (now := args.dataloader_num_workers) != workers:
+        raise ValueError(f"`dataloader_num_workers` must be {workers}, as before; got {now}. {rest}")
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    blocks = args.train_batch_size * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
-    tokens = blocks * arguments.data.block_size
-    tokens_before = state.num_input_tokens_seen // max(state.global_step, 1) or tokens
-    for rule, before, now in (
-        (f"`dataloader_num_workers` must be {workers}", workers, args.dataloader_num_workers),
-        (f"a step must have {tokens_before} tokens", tokens_before, tokens),
-    ):
-        if now != before:
-            raise ValueError(f"{rule}, as before; got {now}. Otherwise, the stream would not continue where it was")
+    rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # as it was found
+    blocks = rows * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
+    tokens, seen = blocks * arguments.data.block_size, state.num_input_tokens_seen
+    # A step that was not taken, because its loss was bad, does not count in `seen`.
+    if seen and state.global_step * tokens - seen not in (0, tokens):
+        before = f"{seen:,} in {state.global_step:,} steps"
+        raise ValueError(f"a step must have as many tokens as before ({before}); got {tokens:,}. {rest}")
 
 
 def check_evaluation(args: TrainingArguments):
@@ -112,6 +129,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_checkpoint(args.resume_from_checkpoint)
+        check_optimizer(args.resume_from_checkpoint, arguments)
         if arguments.data.streaming and not args.ignore_data_skip:
             check_stream(args.resume_from_checkpoint, arguments)
         if arguments.run.averaging is not None:

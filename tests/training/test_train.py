@@ -177,7 +177,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
 
     for option, message in (
         ("--dataloader_num_workers=1", f"`dataloader_num_workers` must be {workers}, as before; got 1"),
-        ("--per_device_train_batch_size=1", "a step must have 192 tokens, as before; got 96"),
+        ("--per_device_train_batch_size=1", r"as many tokens as before \(1,728 in 9 steps\); got 96\. Otherwise"),
     ):
         arguments = parse_arguments(None, ["--resume_from_checkpoint", str(whole / "checkpoint-9"), option])
         with pytest.raises(ValueError, match=message):
@@ -185,10 +185,23 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
         build_trainer(arguments._replace(training=replace(arguments.training, ignore_data_skip=True)))
 
 
-@pytest.mark.parametrize(("per_row", "outcome"), [(2, nullcontext()), (1, pytest.raises(ValueError, match="got 384"))])
-def test_a_stream_goes_on_if_processes_share_its_rows(tmp_path, per_row, outcome):
-    TrainerState(global_step=9, num_input_tokens_seen=9 * 192).save_to_json(str(tmp_path / "trainer_state.json"))
-    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, dataloader_num_workers=0, world_size=2)
+@pytest.mark.parametrize(
+    ("rows", "per_row", "steps_taken", "finds_batch_size", "outcome"),
+    [
+        (2, 2, 9, False, nullcontext()),
+        (2, 2, 8, False, nullcontext()),  # the loss of the last one was bad
+        (4, 2, 9, True, nullcontext()),  # the batch was halved
+        (2, 2, 7, False, pytest.raises(ValueError, match=r"\(1,344 in 9 steps\); got 192")),
+        (4, 2, 9, False, pytest.raises(ValueError, match="got 384")),
+        (2, 1, 9, False, pytest.raises(ValueError, match="got 384")),
+    ],
+)
+def test_a_stream_goes_on_with_the_same_rows(tmp_path, rows, per_row, steps_taken, finds_batch_size, outcome):
+    """Of 32 tokens, in batches of two, of which each step has three, with two processes for each row."""
+    state = TrainerState(global_step=9, num_input_tokens_seen=steps_taken * 192, train_batch_size=2)
+    state.save_to_json(str(tmp_path / "trainer_state.json"))
+    args = SimpleNamespace(gradient_accumulation_steps=3, dataloader_num_workers=0, world_size=2)
+    args.train_batch_size, args.auto_find_batch_size = rows, finds_batch_size
     args.parallelism_config = SimpleNamespace(cp_size=per_row)
     with outcome:
         check_stream(tmp_path, SimpleNamespace(training=args, data=SimpleNamespace(block_size=32)))
@@ -267,6 +280,15 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
     for folder, message in ((plain, "has no averaged weights"), (ended, "average must be ema-warmup, .* got ema")):
         with pytest.raises(ValueError, match=message):
             build_trainer(parse_arguments(None, ["--resume_from_checkpoint", str(folder), "--averaging", "ema"]))
+    for option, message in (
+        (
+            "--learning_rate=1e-4",
+            r"`learning_rate` must be as before \(.*; got 0.0001\. .* --model_name_or_path .*-16",
+        ),
+        ("--weight_decay=0.3", r"`weight_decay` must be as before \(the default\) .*; got 0\.3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_trainer(parse_arguments(None, ["--resume_from_checkpoint", str(plain), option]))
     assert (plain / "recipe.yaml").read_bytes() == recipe_of_run
 
     results, without = (json.loads((folder / "results.json").read_text()) for folder in (whole, plain))
