@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+from pathlib import Path
 
 
 COMMANDS = ("train", "generate", "convert", "info", "inspect", "compare", "study", "bench", "publish")
@@ -372,6 +373,8 @@ def _study(argv: list[str]) -> int:
     parser.add_argument("--report", metavar="FOLDER", help="only write the report of the runs in FOLDER again")
     args, fields = parser.parse_known_args(argv[1:])
     if args.report:
+        if fields or args.only or args.seeds or args.processes or args.output_dir:
+            raise ValueError("`--report` must stand alone: it makes no runs, and writes into the folder that it names")
         if not read_lines(args.report):
             raise ValueError(f"`--report` must be a folder with the runs of a study (runs.jsonl); got {args.report!r}")
         print(write_report(study, args.report))
@@ -539,8 +542,8 @@ def _publish(args: argparse.Namespace) -> int:
         print(f"Published: {result}")
         return 0
     print(f"Checked. This would be uploaded to {args.repo_id}; read {os.path.join(result, 'README.md')} first:")
-    for file in sorted(os.scandir(result), key=lambda file: file.name):
-        print(f"  {file.name:<32}{file.stat().st_size:>16,} bytes")
+    for file in sorted(path for path in Path(result).rglob("*") if path.is_file()):
+        print(f"  {file.relative_to(result)!s:<36}{file.stat().st_size:>16,} bytes")
     return 0
 
 

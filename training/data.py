@@ -4,7 +4,6 @@ Documents are rows of a `datasets` dataset with a column `text`, so every step a
 """
 
 import hashlib
-import inspect
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -76,19 +75,25 @@ def load_documents(
         streaming: Whether to read the data during training instead of before, without storing it.
 
     Raises:
-        ValueError: If there is no such dataset or column, the column holds anything but strings, there are no
-            documents, or there are files of several kinds.
+        ValueError: If there is no such dataset, configuration or column, the column holds anything but strings, there
+            are no documents, or there are files of several kinds.
     """
     if not 1 <= validation_percentage <= 50:
         raise ValueError(f"`validation_percentage` must be between 1 and 50; got {validation_percentage}")
+    path, choices = Path(dataset_name), f"must be {STDLIB}, a file, a folder, or a dataset on the Hub"
+    is_local = path.exists()
+    if config_name is not None and (is_local or dataset_name == STDLIB):
+        raise ValueError(
+            f"`dataset_config_name` must be unset, because {dataset_name!r} has no configurations; got {config_name!r}"
+        )
     if dataset_name == STDLIB:
+        if text_column != "text":
+            raise ValueError(f"`text_column` must be text, the only column of {STDLIB}; got {text_column!r}")
         splits = load_stdlib()
         if not streaming:
             return splits
         streams = {name: x.to_iterable_dataset(min(STDLIB_SHARDS, len(x))) for name, x in splits.items()}
         return IterableDatasetDict(streams)
-    path, choices = Path(dataset_name), f"must be {STDLIB}, a file, a folder, or a dataset on the Hub"
-    is_local = path.exists()
     if not is_local and (looks_like_a_path(dataset_name) or path.suffix in _BUILDERS):
         hint = suggest(path.name, [sibling.name for sibling in path.parent.glob("*")])
         raise ValueError(f"`dataset_name` {choices}; there is no file or folder {dataset_name!r}{hint}")
@@ -357,9 +362,7 @@ def first_blocks(
 
 def shuffle_blocks(blocks: IterableDataset, seed: int, buffer_size: int) -> IterableDataset:
     """Shuffles the files of a stream, and its blocks in a buffer. Unlike `shuffle`, it reads one file at a time."""
-    one = {"max_buffer_input_shards": 1}  # of `datasets` 5; before, that was the only way
-    options = one if one.keys() <= inspect.signature(blocks.shuffle).parameters.keys() else {}
-    return blocks.shuffle(seed=seed, buffer_size=buffer_size, **options)
+    return blocks.shuffle(seed=seed, buffer_size=buffer_size, max_buffer_input_shards=1)
 
 
 class _Packer:

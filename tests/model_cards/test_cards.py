@@ -146,13 +146,16 @@ def test_vllm_is_offered_only_to_models_that_it_can_serve(folder, values, is_ser
     assert "\n\n\n" not in text and "**Fine-tuning** with" in text
 
 
-def test_all_chat_templates_are_published(folder, tmp_path):
+def test_all_chat_templates_are_published(folder, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(folder)
     command = ["publish", str(folder), "ada/tiny", "--dry-run", "--license", "mit", "--output", str(tmp_path / "out")]
     assert lsgpt_cli.main(command) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    files = {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert listed == set(map(str, files)) and "additional_chat_templates/tool_use.jinja" in listed
 
 
 def test_the_card_tells_what_the_run_left(folder):

@@ -392,6 +392,10 @@ def test_what_is_wrong_with_data_is_said(tmp_path, streaming):
     check("got 'bdy'; did you mean 'body'", text_column="bdy")
     assert "text" in next(iter(load_documents(str(tmp_path / "corpus"), text_column="body")["train"]))
     check("between 1 and 50; got 51", validation_percentage=51)
+    check("`dataset_config_name` must be unset, .* has no configurations; got 'en'", config_name="en")
+    for options, message in (({"config_name": "en"}, "got 'en'"), ({"text_column": "body"}, "only column of stdlib")):
+        with pytest.raises(ValueError, match=message):
+            load_documents("stdlib", streaming=streaming, **options)
     check("between 1 and 50; got 0", validation_percentage=0)
     (tmp_path / "corpus" / "b.txt").touch()
     check("files of several kinds")
