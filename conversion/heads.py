@@ -198,7 +198,7 @@ def measure_changes(
         passages: Token ids and labels, `(n,)` each, see `Passage.with_questions`.
 
     Raises:
-        ValueError: If the model has local heads, or a passage is not longer than the window.
+        ValueError: If the model has local heads, a block is shorter than the window, or a passage not longer.
     """
     _check_all_global(model)
     text = _measure_moments(model, blocks, window)
@@ -297,6 +297,8 @@ def _measure_moments(model: LSGPTForCausalLM, blocks: Iterable[torch.Tensor], wi
 
     with replaced(attention_layers(model), "attend", measuring):
         for ids in tqdm(blocks, desc="Measuring heads on text", leave=False):
+            if len(ids) < window:
+                raise ValueError(f"blocks must be at least as long as the window of {window} tokens; got {len(ids)}")
             model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return moments
 

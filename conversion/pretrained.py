@@ -190,12 +190,15 @@ def read_origin(source: str | Path) -> dict:
 
 
 def write_origin(source: str | Path, folder: str | Path, origin: dict):
-    """Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE."""
+    """
+    Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE. What lies beside
+    a GGUF file need not belong to it, so that its LICENSE is copied only if the metadata names it.
+    """
     name = source if origin.get("base_model") == str(source) else Path(source).name
     text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the licence and origin from this file."
     ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
     license = find_file(Path(source).parent if _is_gguf(source) else source, "LICENSE")
-    if license is not None:
+    if license is not None and (not _is_gguf(source) or origin.get("license_link") == "LICENSE"):
         shutil.copy(license, Path(folder) / "LICENSE")
 
 

@@ -545,6 +545,13 @@ def test_gguf_with_a_licence_that_the_hub_does_not_list(tmp_path):
     assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
 
 
+def test_a_licence_of_something_else_beside_a_gguf_file(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", make_source(), general__license="apache-2.0")
+    (tmp_path / "LICENSE").write_text("that of the project in whose folder the file lies")
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out" / "LICENSE").exists()
+
+
 @pytest.mark.parametrize(
     ("metadata", "tensors", "message"),
     [
