@@ -186,7 +186,7 @@ def main(arguments: list[str]):
     share = converted.config.kv_cache_bytes(options.length) / whole.config.kv_cache_bytes(options.length)
 
     methods: dict[str, tuple] = {"source": (source, None), "LSGPT": (converted, None)}
-    methods |= {f"LSGPT {Path(name).name}": (load(name), None) for name in options.checkpoints}
+    methods |= {f"LSGPT {name}": (load(name), None) for name in options.checkpoints}
     methods["whole layers"] = with_global_heads(whole, layers, window, sinks), None
     if options.save_whole is not None:
         for each in (methods["whole layers"][0], tokenizer):

@@ -127,7 +127,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
     """Wilson's interval of a share at 95%."""
     share, z = right / count, 1.96
     middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
+    return max((middle - width) / (1 + z * z / count), 0.0), min((middle + width) / (1 + z * z / count), 1.0)
 
 
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
@@ -219,7 +219,8 @@ def _read(path: Path, identity: str) -> dict[tuple, dict]:
     for item in read_metrics(path) if path.exists() else []:
         if item["identity"] != identity:
             raise ValueError(
-                f"`--output` must be new for another text or distance; {str(path)!r} has measurements of others"
+                f"`--output` must be new for another text, `--tokens` or `--distance`; {str(path)!r} has measurements "
+                "of others"
             )
         found[item["model"], item["kind"], item["size"], item["index"]] = item
     return found

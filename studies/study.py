@@ -277,16 +277,17 @@ def thin(points: Sequence[tuple[float, float]], summarize: Callable) -> list[tup
     return [(part[-1][0], float(f"{summarize([value for _, value in part]):.5g}")) for part in parts]
 
 
-def spike_score(values: Sequence[float], window: int = 128, deviations: float = 6.0) -> float:
+def spike_score(values: Sequence[float]) -> float:
     """
     Share of the values that are more than 6 standard deviations above the mean of the 128 values before them. Values
     that are not finite count as spikes, too. (This is OLMo's score, arXiv:2501.00656.)
     """
+    window = 128
     if len(values) <= window:
         return 0.0
     later = np.array(values[window:])
     before = np.ma.masked_invalid(np.lib.stride_tricks.sliding_window_view(np.array(values), window)[:-1])
-    limits = (before.mean(1) + deviations * before.std(1)).filled(np.inf)
+    limits = (before.mean(1) + 6.0 * before.std(1)).filled(np.inf)
     return float((~np.isfinite(later) | (later > limits)).mean())
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from unittest import mock
 
 
-ROOT = Path(__file__).parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["datasets", "evaluate", "matplotlib.figure", "transformers.models.llama.modeling_llama", "transformers.trainer"]

@@ -125,7 +125,7 @@ def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
     run("--output", "out/other.json", "--minutes", "0.0001")
     command = ["bench", "quality", "source", *SMALL.split(), "--output", "out/other.json"]
     assert lsgpt_cli.main([*command, "--distance", "65"]) == 2
-    assert "`--output` must be new for another text or distance" in capsys.readouterr().err
+    assert "`--output` must be new for another text, `--tokens` or `--distance`" in capsys.readouterr().err
     raw = folder / "out" / "other.jsonl"
     item = json.loads(raw.read_text())
     raw.write_text(json.dumps({**item, "weights": item["weights"] + 1}) + "\n")
@@ -159,6 +159,7 @@ def test_intervals():
     """Of Wilson, as tables list them."""
     assert quality.interval(95, 100) == pytest.approx((0.888, 0.978), abs=1e-3)
     assert quality.interval(100, 100) == pytest.approx((0.963, 1.0), abs=1e-3)
+    assert quality.interval(0, 10)[0] == 0 and quality.interval(10, 10)[1] == 1
     # Three blocks whose losses differ by 1, 2 and 3 nats per token: Student's t is 4.303 with two degrees of freedom.
     losses = {"source": (0, 0, 0), "ours": (1, 2, 3)}
     found = {

@@ -137,7 +137,7 @@ _SMALLEST = {
 """Fields that must be finite and at least this. Other values would fail late, or silently."""
 
 _SMALLER_IS_BETTER = ("perplexity", "bits_per_byte")
-"""Endings of metrics of which Transformers, which knows losses only, would take the largest as the best."""
+"""Endings of metrics whose largest value Transformers would take as the best, because it knows losses only."""
 
 
 class Arguments(NamedTuple):

@@ -98,9 +98,9 @@ class ContextParallelismConfig(ParallelismConfig):
 
 def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
     """
-    Returns the model's inputs in a `Trainer`'s evaluation, corrected: it divides the number of labels by that of the
-    processes that share a row, although evaluations are not split. It also gives all these processes the same rows.
-    Raises `ValueError` if it would then cut the last batch to its length as if no row had been repeated.
+    Corrects the model's inputs in an evaluation by a stock `Trainer`, which divides the number of labels by that of
+    the processes that share a row, although evaluations are not split. The `Trainer` gives these processes the same
+    rows. Raises `ValueError` if it would count repeated rows of the last batch.
     """
     if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
         raise ValueError(

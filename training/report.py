@@ -8,7 +8,6 @@ import yaml
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 from lsgpt.utilities import describe, table, with_unit
-from lsgpt.utilities.environment import describe_environment
 from lsgpt.utilities.plots import CONTEXT_LABEL, average_in_bins, plot_curves, plot_max_logits
 
 from .results import RunResult
@@ -59,7 +58,7 @@ Repeat this run with `{shlex.join(["lsgpt", "train", str(folder / "recipe.yaml")
 
 ## Environment
 
-{table(describe_environment().items())}
+{table(results.environment.items())}
 """
     path = folder / "report.md"
     path.write_text(report, encoding="utf-8")

@@ -44,7 +44,7 @@ class RunResult:
     prompt: str = "The"
     """The first words of the evaluation text, which the model continues in the report."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The hardware, versions and commit with which the training began, see `describe_environment`."""
+    """The hardware, versions and commit with which the training began or resumed, see `describe_environment`."""
 
     @property
     def status(self) -> str:

@@ -183,7 +183,7 @@ class SoftGRPOTrainer(GRPOTrainer):
             self._rollout = None
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **refused
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **ignored
     ):
         """Overrides TRL's method: inputs are embeddings, and soft steps are scored by the density of their noise."""
         embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()

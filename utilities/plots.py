@@ -154,7 +154,7 @@ def plot_max_logits(maxima: torch.Tensor, path: str | Path, config: LSGPTConfig 
             shade = math.log(max(value, low) / low) / math.log(high / low) if math.isfinite(value) else 1.0
             color = "black" if shade > 0.6 else "white"
             axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=color, fontsize=9)
-    if config is not None:
+    if any(0 < count < heads for count in num_global):
         axes.set_title("left of the red line: global heads; right of it: local heads", fontsize=10)
     bar = figure.colorbar(image, label="largest |logit|")
     _set_log_ticks(bar.ax.yaxis, [low, high])

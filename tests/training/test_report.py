@@ -30,6 +30,7 @@ RESULT = RunResult(
     peak_memory_bytes=500_000_000,
     train_seconds=3.0,
     loss_by_position=[5.0, 4.0, math.nan, 2.0],
+    environment={"commit": "that at the beginning"},
 )
 
 
@@ -56,6 +57,7 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
         "| evaluation bits per byte | 1.2500 |",
         "| parameters | 1,234 |",
         "| optimizer steps | 20 of 20 |",
+        "| commit | that at the beginning |",
         "| training tokens | 5,000 |",
         "| training tokens per second (median step, without waiting for data) | 100 |",
         "| peak memory of the training (process 0) | 500 MB |",
@@ -63,7 +65,6 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
         "| largest attention logit seen in training | 12.5 |",
         "| heads per layer | 2 global + 4 local, 12 dimensions each |",
         "a sample ```f```",
-        "| transformers |",
     ):
         assert text in report
     for plot in ("loss", "max_logits", "max_logits_by_head", "loss_by_position"):
@@ -101,6 +102,14 @@ def test_bins_hold_every_position_once():
     assert len(points) == 10
     assert average_in_bins([1.0, math.nan, 4.0, math.inf]) == [(1.0, 1.0), (2.5, 4.0), (4.0, math.inf)]
     assert average_in_bins([math.nan]) == average_in_bins([]) == []
+
+
+@pytest.mark.parametrize(("num_global_heads", "has_title"), [(2, True), ([6, 1], True), ([6, 0], False)])
+def test_the_red_line_is_explained_where_there_is_one(tiny_config, tmp_path, monkeypatch, num_global_heads, has_title):
+    figures = []
+    monkeypatch.setattr("lsgpt.utilities.plots.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    plot_max_logits(torch.ones(2, 6), tmp_path / "map.png", tiny_config(num_global_heads=num_global_heads))
+    assert figures[0].axes[0].get_title().startswith("left of the red line") == has_title
 
 
 def heat_map(tmp_path, maxima, config=None):
