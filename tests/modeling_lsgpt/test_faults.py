@@ -281,7 +281,7 @@ def test_second_derivatives(tiny_model):
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [LSGPTForSequenceClassification, LSGPTForTokenClassification])
 def test_padding_on_the_left_does_not_change_scores(tiny_config, cls):
-    model = cls(tiny_config(pad_token_id=0, num_labels=3)).eval()
+    model = cls(tiny_config(pad_token_id=0, num_labels=3, max_position_embeddings=12)).eval()
     ids = torch.randint(1, 97, (1, 12))
     padded, mask = torch.nn.functional.pad(ids, (5, 0)), torch.ones(1, 17, dtype=torch.long)
     mask[:, :5] = 0
