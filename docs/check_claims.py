@@ -373,7 +373,10 @@ def checks_of_heads() -> list[Check]:
         return sum(run["steps"] is not None for arm in arms for run in arm.values())
 
     learned = [str(learned_recall(count)) for count in (1, 2, 3, 6)]
+    assert learned_recall(0) == learned_recall(6), "six and none are told together"
     assert learned_recall(2, ["0.004"]) == learned_recall(3, ["0.004"]) == 0, "two or three learn at 0.004"
+    none_global = [line["values"]["steps"] for line in lines_of("time-to-learn") if "-0-" in line["arm"]]
+    assert set(none_global) == {None}, "the page says that none without global heads learns"
     lower_rate: dict[str, list[int | None]] = {"copy": [], "recall": []}
     for run in lines_of("time-to-learn", "lower-rate"):
         lower_rate[run["arm"].split("-")[0]].append(run["values"]["steps"])
@@ -396,10 +399,15 @@ def checks_of_heads() -> list[Check]:
         loss_row("Three instead of one, [RoPE]", difference(layers, "half-spread", "ls"), 0),
         loss_row("Windows of 12 do as well as the best, 8", difference(grid, "w12", "w8"), 0),
         each_run("[Recall*above 50%", enough, 3, "supported" if worst > 0.5 else "contradicted"),
+        prose(CLAIMS, "without global heads, none of {} runs learns", str(len(none_global))),
         sooner_row("[Copying]", "copy", 1, 6),
         prose(CLAIMS, "(later), copying with six took {}, recall", f"{statistics.median(lower_rate['copy']):,.0f}"),
         sooner_row("Recall likewise", "recall", 1, 6),
-        prose(CHOOSING, "three rates, was learned with one in {} of 15 runs, two {}, three {}, six {} |", *learned),
+        prose(
+            CHOOSING,
+            "three rates, was learned with one in {} of 15 runs, two {}, three {}, six or none {} |",
+            *learned,
+        ),
         prose(CLAIMS, "At the rate 0.004, one learns recall in {} of 5 runs, two", str(learned_recall(1, ["0.004"]))),
         sooner_row("Copying: two", "copy", 2, 1),
         sooner_row("Recall: two", "recall", 2, 1),
