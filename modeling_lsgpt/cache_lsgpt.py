@@ -115,11 +115,6 @@ def accept_cache(function: Callable) -> Callable:
 
 def prepare_cache(config: LSGPTConfig, cache: Cache):
     """Makes empty layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
-    if type(cache).__name__ == "PagedAttentionCache":
-        raise ValueError(
-            "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but in "
-            "LSGPT they differ; use `generate`, or serve the model with vLLM"
-        )
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")

@@ -330,6 +330,11 @@ class LSGPTConfig(PreTrainedConfig):
     def num_global_heads_per_layer(self) -> list[int]:
         """Number of global query heads of each decoder layer."""
         if isinstance(self.num_global_heads, list):
+            if len(self.num_global_heads) < self.num_hidden_layers:  # layers were added, as PEFT's replication does
+                raise ValueError(
+                    f"`num_global_heads` must have a number for each of the {self.num_hidden_layers} layers; got "
+                    f"{self.num_global_heads}"
+                )
             return self.num_global_heads[: self.num_hidden_layers]  # `assistant_early_exit` lowers their number
         return [self.num_global_heads] * self.num_hidden_layers
 

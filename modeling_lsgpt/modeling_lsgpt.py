@@ -487,6 +487,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             prepare_cache(self.config, past_key_values)
+            self._check_layers()
             checkpoints = self.gradient_checkpointing and self.training
             # Before Transformers 5.24, this includes passes that no gradients flow through.
             checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
@@ -542,6 +543,15 @@ class LSGPTModel(LSGPTPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
+    def _check_layers(self):
+        """Checks that no layer was removed, repeated or moved, because each has cache layers of its own."""
+        numbers = [heads.layer_idx for layer in self.layers for heads in layer.self_attn.head_groups]
+        if numbers != list(range(len(numbers))):
+            raise ValueError(
+                "`past_key_values` needs the layers that the model was built with; after changes of `model.layers`, "
+                "save and load the model, or pass use_cache=False"
+            )
+
     def _check_inputs(self, input_ids, inputs_embeds, position_ids):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
@@ -585,6 +595,13 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         """Maps final hidden states `(..., hidden_size)` to logits `(..., V)`."""
         logits, softcap = self.lm_head(hidden_states), self.config.final_logit_softcapping
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Raises `ValueError`: Transformers' continuous batching needs layers with equal caches."""
+        raise ValueError(
+            "Transformers' continuous batching needs the same number of key/value heads in every cache layer, but in "
+            "LSGPT they differ; use `generate`, or serve the model with vLLM"
+        )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """

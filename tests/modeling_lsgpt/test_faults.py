@@ -6,11 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.distributed import DistributedConfig
 
-from lsgpt import LSGPTForSequenceClassification, LSGPTForTokenClassification
-from lsgpt.modeling_lsgpt import CACHE, create_masks_for_generate, describe_visibility
+from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification, LSGPTForTokenClassification
+from lsgpt.modeling_lsgpt import CACHE, create_masks_for_generate, describe_visibility, linear_lsgpt
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
 from lsgpt.modeling_lsgpt.linear_lsgpt import SplitLinear
 
@@ -235,13 +236,40 @@ def test_positions_past_the_last_are_refused_without_a_look_at_them(tiny_model):
             model(inputs, **options)
 
 
-def test_dynamic_quantization_reaches_the_projections(tiny_model):
+@torch.no_grad()
+def test_layers_that_were_rearranged_have_no_cache(tiny_model, tmp_path):
+    """Copies of a layer would share a part of the cache. Saved and loaded, each layer has its own."""
+    model, ids = tiny_model(num_hidden_layers=3), torch.randint(97, (1, 20))
+    for layers in ([0, 1, 0, 1], [0, 2], [1, 0, 2]):
+        changed = copy.deepcopy(model)
+        changed.model.layers = torch.nn.ModuleList(copy.deepcopy(model.model.layers[i]) for i in layers)
+        changed.config.num_hidden_layers = len(layers)
+        with pytest.raises(ValueError, match=r"needs the layers that the model was built with; .* save and load"):
+            changed(ids, use_cache=True)
+        changed.save_pretrained(tmp_path)
+        saved = LSGPTForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(saved(ids, use_cache=True).logits, changed(ids, use_cache=False).logits)
+
+
+def test_layers_without_a_number_of_global_heads_are_refused(tiny_model):
+    """They were left out."""
+    model = tiny_model(num_global_heads=[2, 1])
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], layer_replication=[[0, 2], [0, 1]])
+    with pytest.raises(ValueError, match=r"must have a number for each of the 3 layers; got \[2, 1\]"):
+        get_peft_model(model, config)(torch.randint(97, (1, 20)), use_cache=False)
+
+
+def test_dynamic_quantization_reaches_the_projections(tiny_model, monkeypatch):
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
     assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)
     # As docs/other-libraries.md says: large ones stay as they are.
     wide = tiny_model(hidden_size=384, head_dim=64, num_hidden_layers=1)
     quantized = torch.ao.quantization.quantize_dynamic(wide, {torch.nn.Linear})
     assert type(quantized.model.layers[0].self_attn.q_proj) is SplitLinear
+    monkeypatch.setattr(linear_lsgpt, "MIN_WEIGHTS", float("inf"))
+    wide = tiny_model(hidden_size=384, head_dim=64, num_hidden_layers=1)
+    quantized = torch.ao.quantization.quantize_dynamic(wide, {torch.nn.Linear})
+    assert "DynamicQuantizedLinear" in repr(quantized.model.layers[0].self_attn.q_proj)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

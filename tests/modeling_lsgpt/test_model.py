@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
+    GenerationConfig,
     StaticCache,
     Trainer,
     TrainingArguments,
@@ -546,6 +547,8 @@ def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     with pytest.raises(ValueError, match="is not supported"):
         LSGPTForCausalLM._from_config(tiny_config(), attn_implementation="magic")
     with pytest.raises(ValueError, match="continuous batching needs the same number of key/value heads"):
+        tiny_model().generate_batch(input_ids.tolist(), generation_config=GenerationConfig(max_new_tokens=2))
+    with pytest.raises(ValueError, match=r"must be a cache, .* got PagedAttentionCache"):
         tiny_model()(input_ids, cache=PagedAttentionCache.__new__(PagedAttentionCache))
 
 

@@ -137,13 +137,6 @@ def test_masks_of_an_engine(engine):
     assert masks["windowed"][0, 0].equal(visible & ~visible.tril(-2))
 
 
-def test_continuous_batching_passes_its_cache_as_a_keyword():
-    from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api  # noqa: PLC0415
-
-    assert PagedAttentionCache.__name__ == "PagedAttentionCache"
-    assert '"cache": cache' in inspect.getsource(continuous_api)
-
-
 def test_lazy_import_flash_attention_returns_the_varlen_function_second(monkeypatch):
     from transformers import modeling_flash_attention_utils as utils  # noqa: PLC0415
 
