@@ -227,6 +227,7 @@ def test_rise_of_the_loss_is_that_of_heads_between_global_and_local(grouped_mode
 def test_texts_within_the_window_are_refused(grouped_model):
     with pytest.raises(ValueError, match="blocks must be at least as long as the window of 8 tokens; got 7"):
         measure_changes(grouped_model(), torch.randint(97, (2, 7)), 8)
+    measure_changes(grouped_model(), torch.randint(97, (2, 8)), 8)  # one query has a full window
     with pytest.raises(ValueError, match="passages must be longer than the window of 8 tokens; got 8 tokens"):
         measure_changes(grouped_model(), torch.randint(97, (2, 40)), 8, [(torch.arange(8), torch.arange(8))])
 

@@ -133,8 +133,10 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch, trained_on):
         (["learning-rate"], "did you mean 'learning-rates'"),
         (["learning-rates", "--only", "ls-lr7"], "`--only` must name arms of learning-rates.*got 'ls-lr7'"),
         (["learning-rates", "--report", "nowhere"], "`--report` must be a folder with the runs of a study"),
-        (["learning-rates", "--report", "x", "--only", "ls"], "`--report` must stand alone"),
-        (["learning-rates", "--report", "x", "--max_stps", "3"], "`--report` must stand alone"),
+        *(
+            (["learning-rates", "--report", "x", option, "3"], "`--report` must stand alone")
+            for option in ("--only", "--seeds", "--processes", "--output-dir", "--max_stps")
+        ),
         (["learning-rates", "--max_stps", "3"], "unknown field '--max_stps'; did you mean '--max_steps'"),
     ],
 )

@@ -202,6 +202,7 @@ def test_settings_that_the_optimizer_would_ignore_are_refused(tmp_path, name):
     [
         (2, 2, 9, False, nullcontext()),
         (2, 2, 8, False, nullcontext()),  # the loss of the last one was bad
+        (2, 2, 0, False, nullcontext()),  # a `Trainer` that does not count
         (4, 2, 9, True, nullcontext()),  # the batch was halved
         (2, 2, 7, False, pytest.raises(ValueError, match=r"\(1,344 in 9 steps\); got 192")),
         (4, 2, 9, False, pytest.raises(ValueError, match="got 384")),
