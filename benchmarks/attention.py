@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from lsgpt.modeling_lsgpt import LSGPTConfig
 
 from .gate import attention_inputs, check_attention
-from .peers import Benchmark, Peers, Shape, attention_function
+from .peers import Benchmark, Peers, Shape, attention_function, only
 
 
 def prepare(shape: Shape) -> Benchmark:
@@ -67,9 +67,7 @@ def prepare(shape: Shape) -> Benchmark:
 def causal_attention(query, key, value, backend: SDPBackend | None = None) -> torch.Tensor:
     """Causal `scaled_dot_product_attention` on one of its kernels, from `(B, H, T, D)` to `(B, T, H, D)`."""
     options = {"is_causal": True, "enable_gqa": key.shape[1] != query.shape[1]}
-    if backend is None:
-        return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
-    with sdpa_kernel(backend):
+    with only(backend):
         return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
 

@@ -151,7 +151,7 @@ class Peer:
     backend: SDPBackend | None = None
 
     def __call__(self, **inputs):
-        with _only(self.backend):
+        with only(self.backend):
             return self.model(**inputs, **self.options)
 
 
@@ -434,7 +434,7 @@ def attention_function(
         layer = LSGPTAttention(config, layer_idx).eval()
 
     def attend(query, key, value):
-        with _only(backend):
+        with only(backend):
             visibility = describe_visibility(config, query.new_empty(query.shape[0], query.shape[2], 0))
             num_global_heads = config.num_global_heads_per_layer[layer_idx]
             sinks = example_sinks(config, num_global_heads, query)
@@ -444,5 +444,6 @@ def attention_function(
     return attend
 
 
-def _only(backend: SDPBackend | None):
+def only(backend: SDPBackend | None):
+    """A context in which `scaled_dot_product_attention` uses this kernel, or whichever it chooses."""
     return nullcontext() if backend is None else sdpa_kernel(backend)
