@@ -669,7 +669,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         if labels is not None:
-            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:-1])
+            if hidden_states.ndim == 2:  # of tokens of all rows, in which the next token is unknown
+                raise ValueError("`logits_to_keep` must not be a mask with `labels`; set labels to -100 instead")
+            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
             shape = *labels.shape, self.config.vocab_size
             check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))

@@ -302,6 +302,9 @@ def test_logits_to_keep(tiny_model):
     torch.testing.assert_close(model(input_ids, logits_to_keep=of_rows).logits, expected)
     mask = torch.rand(2, 45) > 0.5
     torch.testing.assert_close(model(input_ids, logits_to_keep=mask).logits, logits[mask])
+    for skip_logits in (False, True):
+        with pytest.raises(ValueError, match="`logits_to_keep` must not be a mask with `labels`"):
+            model(input_ids, logits_to_keep=mask, labels=input_ids[mask], skip_logits=skip_logits)
     torch.testing.assert_close(model(input_ids, logits_to_keep=mask[0]).logits, logits[:, mask[0]])
 
 
