@@ -71,9 +71,9 @@ OPTIMIZER_FIELDS = ("learning_rate", "sink_learning_rate", "weight_decay", "adam
 def check_optimizer(checkpoint: str | Path, arguments: Arguments):
     """Raises `ValueError` if a run would resume with other settings of the optimizer, which would have no effect."""
     recipe = Path(checkpoint).parent / "recipe.yaml"
-    before = load_recipe(recipe) if recipe.is_file() else arguments.recipe
+    before, now = load_recipe(recipe) if recipe.is_file() else arguments.recipe, arguments.recipe
     for name in OPTIMIZER_FIELDS:
-        old, new = (recipe.get(name, "the default") for recipe in (before, arguments.recipe))
+        old, new = before.get(name, "the default"), now.get(name, "the default")
         if old != new:
             raise ValueError(
                 f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
