@@ -37,10 +37,11 @@ from .attention_lsgpt import (
     create_masks_for_generate,
 )
 from .cache_lsgpt import CACHE, accept_cache, prepare_cache
+from .checks_lsgpt import check_ids, check_inputs, check_layers, check_range, check_shape
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .visibility_lsgpt import check_shape, describe_visibility, may_look_at, positions_in_documents
+from .visibility_lsgpt import describe_visibility, positions_in_documents
 
 
 logger = logging.get_logger(__name__)
@@ -384,32 +385,6 @@ class LSGPTPreTrainedModel(PreTrainedModel):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)
 
-    def _check_ids(self, name: str, ids: torch.Tensor, limit: str, ignored: int | None = None):
-        """
-        Checks that ids, except `ignored` ones, are integers from 0 to `config.<limit> - 1`. Values are checked on the
-        CPU only, because reading them on another device would force a synchronisation.
-        """
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"`{name}` must be integers, torch.int64 or torch.int32; got {ids.dtype}; convert them")
-        if ids.device.type != "cpu" or not may_look_at(ids):
-            return
-        ids = ids if ignored is None else ids[ids != ignored]
-        if ids.numel():
-            low, high = ids.aminmax()
-            self._check_range(name, low, high, limit, ignored)
-
-    def _check_range(self, name: str, low: int | torch.Tensor, high: int | torch.Tensor, limit: str, ignored=None):
-        size = getattr(self.config, limit)
-        if low < 0 or high >= size:
-            rule = f"between 0 and {size - 1} (`{limit}` is {size})"
-            rule += "" if ignored is None else f", or {ignored} to be ignored"
-            remedy = {
-                "vocab_size": "does the tokenizer belong to this model?",
-                "max_position_embeddings": "learned positions end there: shorten the input, or train a model with "
-                'more of them or with position_embedding_type="rope"',
-            }[limit]
-            raise ValueError(f"`{name}` must be {rule}; got {low if low < 0 else high}; {remedy}")
-
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:
             raise ValueError(
@@ -478,7 +453,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
             ValueError: If inputs have the wrong shape, ids are outside the vocabulary, there are more tokens than
                 learned positions, or the attention implementation does not support the call.
         """
-        self._check_inputs(input_ids, inputs_embeds, position_ids)
+        check_inputs(self.config, input_ids, inputs_embeds, position_ids)
         if kwargs.get("is_causal") is False:
             raise ValueError("`is_causal` must not be False: the heads of LSGPT see no later tokens")
         if inputs_embeds is None:
@@ -486,17 +461,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            prepare_cache(self.config, past_key_values)
-            self._check_layers()
-            checkpoints = self.gradient_checkpointing and self.training
-            # Before Transformers 5.24, this includes passes that no gradients flow through.
-            checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
-            if checkpoints and past_key_values.get_seq_length() > 0:
-                raise ValueError(
-                    "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
-                    "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
-                )
-
+            self._prepare_cache(past_key_values)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and (cu_seq_lens := kwargs.get("cu_seq_lens_q")) is not None:
             position_ids = positions_in_documents(cu_seq_lens, inputs_embeds, past_length)
@@ -508,22 +473,13 @@ class LSGPTModel(LSGPTPreTrainedModel):
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
-            has_limit = self.config.position_embedding_type == "learned" and self.counts_left_padding
-            if has_limit and type(past_length) is int and not torch.compiler.is_compiling():
-                # Without a look at values: on a GPU, where they are not checked, the error would end the process.
-                self._check_range(
-                    "position_ids", 0, past_length + inputs_embeds.shape[1] - 1, "max_position_embeddings"
-                )
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past_length
-            if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-                num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-                position_ids = (position_ids - num_left).clamp(min=0)
+            position_ids = self._default_position_ids(inputs_embeds, attention_mask, past_length)
 
         hidden_states = inputs_embeds
         position_embeddings = local_embeddings = None
         if self.embed_positions is not None:
             if self.config.position_embedding_type == "learned":
-                self._check_ids("position_ids", position_ids, "max_position_embeddings")
+                check_ids(self.config, "position_ids", position_ids, "max_position_embeddings")
             hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
         elif self.rotary_emb is not None:
             position_embeddings = local_embeddings = self.rotary_emb(hidden_states, position_ids)
@@ -543,27 +499,32 @@ class LSGPTModel(LSGPTPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
-    def _check_layers(self):
-        """Checks that no layer was removed, repeated or moved, because each has cache layers of its own."""
-        numbers = [heads.layer_idx for layer in self.layers for heads in layer.self_attn.head_groups]
-        if numbers != list(range(len(numbers))):
+    def _prepare_cache(self, past_key_values: Cache):
+        prepare_cache(self.config, past_key_values)
+        check_layers(self.layers)
+        checkpoints = self.gradient_checkpointing and self.training
+        # Before Transformers 5.24, this includes passes that no gradients flow through.
+        checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
+        if checkpoints and past_key_values.get_seq_length() > 0:
             raise ValueError(
-                "`past_key_values` needs the layers that the model was built with; after changes of `model.layers`, "
-                "save and load the model, or pass use_cache=False"
+                "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
+                "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
             )
 
-    def _check_inputs(self, input_ids, inputs_embeds, position_ids):
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
-        name, inputs, width = "input_ids", input_ids, ()
-        if input_ids is None:
-            name, inputs, width = "inputs_embeds", inputs_embeds, (self.config.hidden_size,)
-        if inputs.ndim != 2 + len(width) or inputs.shape[1] == 0 or inputs.shape[2:] != width:
-            shape = ", ".join(("batch", "tokens", *map(str, width)))
-            raise ValueError(f"`{name}` must have shape ({shape}) with at least one token; got {tuple(inputs.shape)}")
-        if input_ids is not None:
-            self._check_ids("input_ids", input_ids, "vocab_size")
-        check_shape("position_ids", position_ids, "like the inputs", inputs.shape[:2], (1, inputs.shape[1]))
+    def _default_position_ids(
+        self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | dict | None, past_length: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Positions `(B or 1, T)` that continue from the cache's length."""
+        num_new = inputs_embeds.shape[1]
+        has_limit = self.config.position_embedding_type == "learned" and self.counts_left_padding
+        if has_limit and type(past_length) is int and not torch.compiler.is_compiling():
+            # Without a look at values: on a GPU, where they are not checked, the error would end the process.
+            check_range(self.config, "position_ids", 0, past_length + num_new - 1, "max_position_embeddings")
+        position_ids = torch.arange(num_new, device=inputs_embeds.device)[None] + past_length
+        if not self.counts_left_padding and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+            position_ids = (position_ids - num_left).clamp(min=0)
+        return position_ids
 
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
@@ -674,7 +635,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
             shape = *labels.shape, self.config.vocab_size
             check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
-            self._check_ids("labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
+            check_ids(self.config, "labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
 
         logits = loss = None

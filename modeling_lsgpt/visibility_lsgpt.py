@@ -7,13 +7,14 @@ PyTorch's causal attention and `dense` (for additive masks) apply parts of the r
 Shapes: B batch, T queries, S keys, P cached tokens, W `sliding_window`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache
 from transformers.utils.import_utils import is_tracing
 
+from .checks_lsgpt import check_dictionary, check_mask, check_shape, may_look_at
 from .configuration_lsgpt import FULL_WINDOW, HEAD_KINDS, LSGPTConfig
 
 
@@ -198,9 +199,9 @@ def describe_visibility(
     is_finished = isinstance(attention_mask, dict)
     if isinstance(attention_mask, dict):
         masks = attention_mask
-        _check_dictionary(masks, first_layers, batch_size, q_length)
+        check_dictionary(masks, first_layers, batch_size, q_length)
     elif attention_mask is not None and attention_mask.ndim == 4:
-        _check_mask(attention_mask, batch_size, q_length, past_length)
+        check_mask(attention_mask, batch_size, q_length, past_length)
         masks = dict.fromkeys(first_layers, attention_mask)
     elif attention_mask is not None:
         if attention_mask.ndim != 2 or isinstance(past_length, int):
@@ -323,52 +324,7 @@ def positions_in_documents(
     return (index - cu_seq_lens[torch.bucketize(index, cu_seq_lens[1:], right=True)])[None]
 
 
-def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:
-    """
-    Whether to inspect values: not while tracing, nor in `torch.func.vmap`; for a single token on the CPU only, to
-    avoid a synchronisation.
-    """
-    if x.device.type == "cpu" and type(x) is torch.Tensor:  # no fake tensor, so that two cheap questions are enough
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    else:
-        is_traced = q_length == 1 or is_tracing(x)
-    return not (is_traced or torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
 def _lengthen(x: torch.Tensor | None, length: int, value) -> torch.Tensor | None:
     if x is None or x.shape[-1] >= length:
         return x
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)
-
-
-def _check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
-    if masks.keys() != kinds.keys() or any(mask is not None and mask.ndim != 4 for mask in masks.values()):
-        got = {kind: mask if mask is None else tuple(mask.shape) for kind, mask in masks.items()}
-        raise ValueError(
-            "an `attention_mask` dictionary must hold a 4-D mask, or None, for each of "
-            f"{', '.join(map(repr, kinds))}, as `create_masks_for_generate` returns it; got {got}"
-        )
-    for mask in masks.values():
-        if mask is not None:
-            _check_mask(mask, batch_size, q_length)
-
-
-def _check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None = None):
-    got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
-    if not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise ValueError(
-            "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
-            f"the logits; got {mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
-        )
-    if got[:3] not in ((1, 1, q_length), (batch_size, 1, q_length)) or got[3] < (total or 0):
-        raise ValueError(
-            f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, all "
-            "heads (`num_global_heads` and `sliding_window` define what those of each kind see), new tokens, cached "
-            f"and new tokens; got {got}"
-        )
-
-
-def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
-    """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
-    if x is not None and tuple(x.shape) not in map(tuple, shapes):
-        raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
