@@ -196,6 +196,8 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     """`None` if no mask is needed besides causality, a `Past`, a blocked mask (5-D), or a dense one (4-D)."""
     v = mask_function
     window = v.window or v.kv_length
+    if torch.jit.is_tracing():  # would hard-code every decision below, whatever the length of later inputs
+        return _fill_empty_rows(v.dense(), v)
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
         return _fill_empty_rows(blocked_mask(v), v)
     # Exporting would hard-code causal attention without a mask, even for single queries after a cache.

@@ -136,7 +136,7 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
                 f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
                 "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
             )
-        if type(layer) is DynamicLayer and not layer.is_initialized:
+        if type(layer) is DynamicLayer and not (layer.is_initialized or torch.compiler.is_compiling()):
             cache.layers[layer_idx] = GrowingLayer()
     if cache.layer_class_to_replicate is None and 0 < len(cache.layers) < len(config.cache_layers):
         raise ValueError(

@@ -169,6 +169,13 @@ def _stack_sinks(sinks: torch.Tensor, num_kv_heads: int, q_length: int) -> torch
     return sinks.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
 
 
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which kernels compute with a tensor: its own, without autocast."""
+    device = x.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else x.dtype
+
+
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
     """`sink_attention_forward` for as many query as key heads, `sinks` `(B or 1, H, T)`, outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
@@ -178,9 +185,7 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
     # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
     head_dim = query.shape[-1]
     width = 8 - head_dim % 8
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    lowest = torch.finfo(dtype).min  # an infinity times the zeros of the other keys would be NaN
+    lowest = torch.finfo(_autocast_dtype(query)).min  # an infinity times the zeros of the other keys would be NaN
     sinks = (sinks / scaling).clamp(min=lowest).to(query.dtype)[..., None].expand(query.shape[0], -1, -1, 1)
     query = torch.cat([query, F.pad(sinks, (0, width - 1))], dim=-1)
     sink = torch.zeros_like(key[:, :, :1])
@@ -248,11 +253,10 @@ def past_attention_forward(
     Returns:
         Outputs `(B, T, H, D)`.
     """
-    groups, device = query.shape[1] // key.shape[1], query.device.type
+    groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    if torch.is_autocast_enabled(device):
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    if device == "cpu" and not dropout:
+    query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
+    if query.device.type == "cpu" and not dropout:
         return _PastAttention.apply(query, key, value, scaling)[0].transpose(1, 2)
     mask = causal_lower_right(query.shape[2], key.shape[2])
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)

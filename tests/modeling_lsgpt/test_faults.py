@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers import DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
 from transformers.distributed import DistributedConfig
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
 
 from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification, LSGPTForTokenClassification
 from lsgpt.modeling_lsgpt import CACHE, create_masks_for_generate, describe_visibility, linear_lsgpt
@@ -340,3 +341,41 @@ def test_pipelines_are_refused(tiny_model):
     with pytest.raises(ValueError, match="`pp_size` of the `DistributedConfig` must be 1; got 2"):
         type(model).maybe_distribute_model(model, config, None)
     assert type(model).maybe_distribute_model(model, DistributedConfig(fsdp_size=1), None) is model
+
+
+@pytest.mark.parametrize("attention_sinks", [False, "full_window"])
+@pytest.mark.parametrize("length", [5, 6, 20])
+@torch.no_grad()
+def test_a_trace_holds_for_longer_inputs(tiny_model, attention_sinks, length):
+    """The example of 5 or 6 tokens needs no mask besides causality, that of 20 has blocks."""
+    model = tiny_model(sliding_window=6, use_cache=False, attention_sinks=attention_sinks)
+    traced = torch.jit.trace(model, torch.randint(97, (1, length)), check_trace=False, strict=False)
+    for longer in (3, 8, 20, 31):
+        ids = torch.randint(97, (1, longer))
+        torch.testing.assert_close(traced(ids)["logits"], model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_prompt_with_a_dynamic_cache_is_exported(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 20))
+    program = export_with_dynamic_cache(model, ids, torch.ones_like(ids)).module()
+    cache = DynamicCache(config=model.config)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
+    torch.testing.assert_close(program(**inputs, use_cache=True).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_decoding_with_a_static_cache_is_exported(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 14))
+    expected, cache = model(ids).logits, {"batch_size": 1, "max_cache_len": 20}
+    model.generation_config = GenerationConfig(cache_implementation="static", cache_config=cache)
+    step, position = ids[:, :1], torch.tensor([0])
+    program = TorchExportableModuleForDecoderOnlyLM(model).export(input_ids=step, cache_position=position).module()
+    logits = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(ids.shape[1])]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [6, 20])
+def test_shapes_of_a_model_with_sinks_are_found_without_weights(tiny_model, length):
+    model = tiny_model(attention_sinks=True).to("meta")
+    assert model(torch.zeros(2, length, dtype=torch.long, device="meta")).logits.shape == (2, length, 97)
