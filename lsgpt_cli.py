@@ -172,8 +172,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--cache-share",
         metavar="SHARE",
         type=float,
-        help="instead of these two: size of the key/value cache at 8,192 tokens as a fraction of the source's; "
-        "default with --calibrate: 0.2",
+        help="instead of --global-kv-heads and --window: size of the key/value cache at 8,192 tokens as a fraction of "
+        "the source's; default with --calibrate: 0.2",
     )
     convert.add_argument(
         "--calibrate",

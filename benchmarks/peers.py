@@ -246,7 +246,7 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     config.max_position_embeddings = max(config.max_position_embeddings, shape.length + SPARE_POSITIONS)
     shape, training = shape._replace(config=config), task == "train"
     torch.manual_seed(0)
-    model = new_model(config, "sdpa", shape).train(training)
+    model = new_model(config, shape).train(training)
 
     def try_out(peer: Peer):
         ids = torch.randint(config.vocab_size, (1, min(shape.length, 2 * config.sliding_window + 1)))
@@ -270,7 +270,7 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     if stock_family(config) == "llama":
         peers["llama sdpa"] = Peer(twin(model, "sdpa", llama_config(config)))
     else:
-        gpt2 = new_model(gpt2_config(config), "sdpa", shape).train(training)
+        gpt2 = new_model(gpt2_config(config), shape).train(training)
         peers["gpt2 sdpa"] = Peer(gpt2)
         peers["gpt2-gelu sdpa"] = Peer(twin(gpt2, "sdpa", gpt2_config(config, config.hidden_act)))
         for peer in (peers["gpt2 sdpa"], peers["gpt2-gelu sdpa"]):
@@ -284,10 +284,10 @@ def build_models(shape: Shape, task: str) -> tuple[Shape, Peers]:
     return shape, peers
 
 
-def new_model(config: PreTrainedConfig, engine: str, shape: Shape) -> nn.Module:
-    """Makes a model with random weights, in the precision and on the device of `shape`."""
+def new_model(config: PreTrainedConfig, shape: Shape) -> nn.Module:
+    """Makes a model on the engine `sdpa` with random weights, in the precision and on the device of `shape`."""
     config = copy.deepcopy(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=engine, dtype=shape.dtype).to(shape.device)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=shape.dtype).to(shape.device)
     if shape.int8:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 (optional)
 

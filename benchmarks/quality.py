@@ -55,7 +55,7 @@ def load(name: str) -> PreTrainedModel:
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
     model = load_pretrained(name).eval()
-    if model.dtype != torch.float32:  # one from a GGUF file refuses to be converted
+    if model.dtype != torch.float32:  # one from a GGUF file is, and its `float` raises an error
         model = model.float()
     return model.to(device)
 

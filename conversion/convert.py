@@ -86,7 +86,7 @@ def convert(
             pretrained = load_pretrained(source)
             model = convert_pretrained(pretrained)
     if not is_saved:
-        refuse_not_finite(model, f"the weights of {source!r}")
+        refuse_not_finite(model.named_parameters(), f"the weights of {source!r}")
     if text is not None:
         _check_measurable(source, model, tokenizer, text)
         if global_kv_heads is None or window is None:

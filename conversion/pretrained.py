@@ -8,7 +8,6 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from huggingface_hub.repocard import metadata_load
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -65,7 +64,7 @@ def load_pretrained(source: str | Path) -> PreTrainedModel:
     config = load_config(source)
     try:
         return load_complete(source, may_have_more=False, config=config)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {error}") from error
 
 

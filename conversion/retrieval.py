@@ -28,7 +28,10 @@ KINDS = {
         "\nWhat is the number of the {name} door? The number of the {name} door is ",
     ),
 }
-"""By kind of question: the sentence that hides its number, and the question. Of the last, a passage has `DOORS`."""
+"""
+By kind of question: the sentence that hides its number, and the question. For the last kind, a passage hides a number
+for each door in `DOORS` and asks for one of them.
+"""
 
 DOORS = ("red", "blue", "green", "white")
 

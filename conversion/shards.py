@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.utilities import refuse_not_finite
 
 from .decoders import convert_config, convert_tensor
 from .weights import model_from_weights
@@ -21,9 +22,6 @@ MAX_SHARD_SIZE = 10**9
 Bytes in a file that is written, or more for a single tensor that is larger. The tensors of one such file are in memory
 at a time, along with the one that is being converted.
 """
-
-_CHECKED_AT_ONCE = 2**22
-"""Numbers in a tensor that are checked at a time, because a check makes copies of them."""
 
 
 def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: str | Path) -> LSGPTForCausalLM | None:
@@ -53,17 +51,14 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
 
     config, folder, is_new = convert_config(source_config, found), Path(folder), not Path(folder).exists()
     folder.mkdir(parents=True, exist_ok=True)
-    parts: list[tuple[Path, dict[str, int]]] = []  # the files, with the names and sizes of their tensors
+    parts: list[Path] = []
     try:
         pending: dict[str, torch.Tensor] = {}
         for path, shapes in files.items():
             for name in shapes:
                 tensor = _read(path, name)
                 tensor = tensor.to(source_config.dtype or tensor.dtype)
-                if not all(numbers.isfinite().all() for numbers in tensor.flatten().split(_CHECKED_AT_ONCE)):
-                    raise ValueError(
-                        f"the weights of {str(source)!r} must be finite; {name} has NaN or infinite values"
-                    )
+                refuse_not_finite([(name, tensor)], f"the weights of {str(source)!r}")
                 for new_name, new in convert_tensor(source_config, config, name, tensor).items():
                     if pending and sum(each.nbytes for each in pending.values()) + new.nbytes > MAX_SHARD_SIZE:
                         parts.append(_write(pending, folder / f"part-{len(parts)}"))
@@ -100,9 +95,9 @@ def _read(path: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> tuple[Path, dict[str, int]]:
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     save_file(tensors, path, metadata={"format": "pt"})
-    return path, {name: tensor.nbytes for name, tensor in tensors.items()}
+    return path
 
 
 def _generation_config(source: str | Path, original) -> GenerationConfig:
@@ -113,29 +108,21 @@ def _generation_config(source: str | Path, original) -> GenerationConfig:
 
 
 def _finish(
-    config: LSGPTConfig, generation_config: GenerationConfig, folder: Path, parts: list[tuple[Path, dict[str, int]]]
+    config: LSGPTConfig, generation_config: GenerationConfig, folder: Path, parts: list[Path]
 ) -> LSGPTForCausalLM:
     """Gives the files the names that Transformers expects, saves everything but the weights, and opens the model."""
-    weights: dict[str, torch.Tensor] = {}
-    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
-    weight_map = {}
-    paths = []
-    for i, (path, sizes) in enumerate(parts):
-        name = f"{stem}-{i + 1:05}-of-{len(parts):05}.{suffix}" if len(parts) > 1 else SAFE_WEIGHTS_NAME
-        weight_map |= dict.fromkeys(sizes, name)
-        paths.append((path, folder / name))
-    for path, _ in paths:
-        weights |= load_file(path)
+    tensors = {path: load_file(path) for path in parts}
+    weights = {name: tensor for part in tensors.values() for name, tensor in part.items()}
     model = model_from_weights(config, weights)
     model.generation_config = generation_config
     model.save_pretrained(folder, state_dict={})  # would remove files with these names
-    for path, new_path in paths:
-        path.rename(new_path)
+    weight_map = {}
+    for i, path in enumerate(parts, start=1):
+        name = f"model-{i:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else SAFE_WEIGHTS_NAME
+        weight_map |= dict.fromkeys(tensors[path], name)
+        path.rename(folder / name)
     if len(parts) > 1:
-        metadata = {
-            "total_parameters": config.num_parameters(),
-            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
-        }
+        metadata = {"total_parameters": config.num_parameters(), "total_size": sum(x.nbytes for x in weights.values())}
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return model

@@ -178,24 +178,18 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
     axes[0].set_yticks([layer - 0.5 for layer in range(layers + 1)], minor=True)
     axes[0].grid(which="minor", color="white", linewidth=1)
     axes[0].tick_params(which="both", length=0)
-    axes[0].set_title("heads: " + ", ".join(f"{kind} ({'blue' if kind == 'global' else 'orange'})" for kind in kinds))
-    axes[0].set_xlabel("head")
-    axes[0].set_ylabel("layer")
+    title = "heads: " + ", ".join(f"{kind} ({'blue' if kind == 'global' else 'orange'})" for kind in kinds)
+    axes[0].set(title=title, xlabel="head", ylabel="layer")
     for axis, kind in zip(axes[1:], kinds):
         axis.fill(*zip(*regions[kind]), color=colors[kind], linewidth=0.5)
-        axis.set_xlim(0, length)
-        axis.set_ylim(length, 0)
-        axis.set_title(titles[kind])
-        axis.set_xlabel("key position")
-        axis.set_ylabel("query position")
-        axis.set_xticks([0, length])
-        axis.set_yticks([0, length])
+        axis.set(title=titles[kind], xlabel="key position", ylabel="query position")
+        axis.set(xlim=(0, length), ylim=(length, 0), xticks=[0, length], yticks=[0, length])
     for axis in axes:
         axis.title.set_fontsize(10)
     figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
 
 
-def find_license(folder: Path, known: dict, license: str | None = None) -> dict[str, str]:
+def find_license(folder: Path, known: dict, license: str | None) -> dict[str, str]:
     """
     The metadata about the licence of the weights in `folder`, out of all that is `known` (see `_find_metadata`) unless
     it is given: `license`, and for `other` its name and link.
@@ -264,7 +258,7 @@ def _describe_model(config: LSGPTConfig) -> dict:
         "has_sinks": has_sinks(config),
         "runs_on_vllm": runs_on_vllm(config),
         "positions": f"{positions:,}",
-        "costs": compare_costs(config, positions),
+        "costs": [(name, *figures) for name, figures in compare_costs(config, positions).items()],
     }
 
 
@@ -364,12 +358,12 @@ def _eval_results(results: RunResult, recipe: dict) -> list[EvalResult] | None:
 
 def _describe_logits(metrics: list[dict]) -> dict:
     kinds = {"global": "max_logit_global", "local": "max_logit_local"}
-    rows = {}
+    rows = []
     for kind, key in kinds.items():
         if points := points_of(metrics, key):
             largest = max(points, key=lambda point: math.inf if math.isnan(point[1]) else point[1])
             ends = (points[0], largest, points[-1])
-            rows[kind] = [f"{value:.3g} ({step:,})" for step, value in ends]
+            rows.append([kind, *(f"{value:.3g} ({step:,})" for step, value in ends)])
     points = points_of(metrics, "max_logit")
     over = [step for step, value in points if not value <= THRESHOLD]
     return {

@@ -69,7 +69,7 @@ def publish(
     return _upload(files, repo_id, private)
 
 
-def collect_files(folder: str | Path, repo_id: str, license: str | None = None) -> dict[str, Path | bytes]:
+def collect_files(folder: str | Path, repo_id: str, license: str | None) -> dict[str, Path | bytes]:
     """
     Returns what is uploaded: for each file name, the path of the file, or its content if it is generated here.
 
@@ -137,7 +137,7 @@ def _check_loading(folder: Path):
         model = load_complete(folder, may_have_more=False, local_files_only=True)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the weights in {str(folder)!r} cannot be loaded: {error}") from error
-    refuse_not_finite(model, f"the weights in {str(folder)!r}")
+    refuse_not_finite(model.named_parameters(), f"the weights in {str(folder)!r}")
 
 
 def _check_secrets(recipe: Path):

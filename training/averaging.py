@@ -390,7 +390,7 @@ def _keep_random_state(device: torch.device) -> Iterator[None]:
     """Restores the states of the random number generators of Python, NumPy and PyTorch afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             yield
     finally:
         random.setstate(python_state)

@@ -105,8 +105,8 @@ class SaveOnSignalCallback(TrainerCallback):
 
 class StepTimerCallback(TrainerCallback):
     """
-    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens. Those
-    of the steps that were taken, on all processes, add up in the Trainer's `state.num_input_tokens_seen`.
+    Times the optimizer steps, without waiting for data, evaluation, logging and saving, and counts their tokens. The
+    tokens of all steps that were taken, on all processes, are added to the Trainer's `state.num_input_tokens_seen`.
     """
 
     def __init__(self):

@@ -132,14 +132,3 @@ def check_parallelism(args: TrainingArguments):
 def processes_per_row(args: TrainingArguments) -> int:
     """Number of processes that share each sequence of a training."""
     return getattr(args.parallelism_config, "cp_size", 1)
-
-
-def get_loader_for_all_processes(accelerator: Accelerator, get_loader: Callable[[], DataLoader]) -> DataLoader:
-    """Returns the data loader that `get_loader` prepares with `accelerator`, with other rows for every process."""
-    mesh, accelerator.state.device_mesh = accelerator.state.device_mesh, None
-    try:
-        loader = get_loader()
-    finally:
-        accelerator.state.device_mesh = mesh
-    loader.is_for_all_processes = True
-    return loader

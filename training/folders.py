@@ -57,7 +57,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _complete_checkpoints(folder: Path) -> dict[Path, int]:
-    """Maps the complete checkpoints to their steps. A run may be killed while it saves: the last file tells."""
+    """Maps the complete checkpoints to their steps: those with `trainer_state.json`, which is written last."""
     steps = {}
     for path in (folder, *folder.glob("checkpoint-*")):
         with contextlib.suppress(OSError, ValueError, KeyError):

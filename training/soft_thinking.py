@@ -69,7 +69,7 @@ def add_gumbel_noise(
     return (probabilities + SMALLEST_PROBABILITY).log() + noise_factor * gumbel.clamp(*GUMBEL_BOUNDS)
 
 
-def soft_weights(noisy_log_probs: torch.Tensor, gumbel_temperature: float = 0.1) -> torch.Tensor:
+def soft_weights(noisy_log_probs: torch.Tensor, gumbel_temperature: float) -> torch.Tensor:
     """Returns the weights `softmax(u / tau)` `(..., k)` of the candidates' embeddings; almost one-hot for low tau."""
     return (noisy_log_probs / gumbel_temperature).softmax(-1)
 
@@ -117,7 +117,7 @@ def embed_steps(
     candidate_ids: torch.Tensor,
     noisy_log_probs: torch.Tensor,
     is_soft: torch.Tensor,
-    gumbel_temperature: float = 0.1,
+    gumbel_temperature: float,
 ) -> torch.Tensor:
     """
     Returns the model's input after each step, `(B, C, D)`, without a gradient: the mixture of the candidates'

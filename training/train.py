@@ -423,8 +423,11 @@ def generate_sample(model, tokenizer, prompt: str) -> str:
     the text is meaningless, but there is no error.
     """
     model.eval()
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
+    positions = model.config.max_position_embeddings
+    inputs = tokenizer(
+        prompt, truncation=True, max_length=positions - 1, return_tensors="pt", return_token_type_ids=False
+    ).to(model.device)
+    room = positions - inputs["input_ids"].shape[1]
     options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "remove_invalid_values": True}
     generated = model.generate(**inputs, max_new_tokens=min(100, room), **options)
     return tokenizer.decode(generated[0], skip_special_tokens=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 
 from .averaging import AveragedWeightsCallback
-from .context_parallel import check_parallelism, get_loader_for_all_processes, processes_per_row
+from .context_parallel import check_parallelism, processes_per_row
 from .data import Passes
 from .healing import next_token_logits, sink_parameters
 from .telemetry import LogitTelemetryCallback
@@ -104,8 +104,14 @@ class LSGPTTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """As in `Trainer`, but every process gets other rows, also those that share the sequences of the training."""
-        get_loader = super().get_eval_dataloader
-        return get_loader_for_all_processes(self.accelerator, lambda: get_loader(eval_dataset))
+        state = self.accelerator.state
+        mesh, state.device_mesh = state.device_mesh, None  # which would give the same rows to those processes
+        try:
+            loader = super().get_eval_dataloader(eval_dataset)
+        finally:
+            state.device_mesh = mesh
+        loader.is_for_all_processes = True  # for `evaluation_inputs`
+        return loader
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""

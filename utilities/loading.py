@@ -2,9 +2,10 @@
 
 import importlib.util
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
@@ -29,10 +30,13 @@ GGUF_SETTINGS_OF: dict[str, dict[str, tuple | None]] = {
     "gemma3": {"attention.key_length": (256,), "attention.sliding_window": None, "final_logit_softcapping": (None,)},
 }
 """
-What differs from these for an architecture; `None` stands for all values, because Transformers reads them. Gemma
-divides logits by the square root of a number that is not in the files. Transformers assumes 256, which is right for
-all models with heads of this width; the others (27B) have another one.
+Entries that replace or extend `UNREAD_GGUF_SETTINGS` for an architecture; `None` accepts every value, because
+Transformers reads the setting. Gemma divides logits by the square root of a number that is not in the files.
+Transformers assumes 256, which is right for all models with heads of this width; the others (27B) have another one.
 """
+
+CHECKED_AT_ONCE = 2**22
+"""Numbers in a tensor that are checked at a time, because a check makes copies of them."""
 
 
 def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_more: bool = True, **options):
@@ -111,10 +115,10 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
 
 
-def refuse_not_finite(model: PreTrainedModel, what: str):
-    """Raises `ValueError`, with `what` in its message, if a weight is NaN or infinite."""
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+def refuse_not_finite(weights: Iterable[tuple[str, torch.Tensor]], what: str):
+    """Raises `ValueError`, with `what` in its message, if one of the named weights has NaN or infinite values."""
+    for name, weight in weights:
+        if not all(numbers.isfinite().all() for numbers in weight.flatten().split(CHECKED_AT_ONCE)):
             raise ValueError(f"{what} must be finite; {name} has NaN or infinite values")
 
 

@@ -48,8 +48,8 @@ SERVED_VALUES = {
     "final_logit_softcapping": (None,),
 }
 """
-The values of fields that the vLLM plugin implements. Of the others, it implements all values but the `attention_sinks`
-and the types of rotary embeddings that `runs_on_vllm` excludes.
+The values of fields that the vLLM plugin implements. For all other fields, it implements every value except the
+`attention_sinks` and the types of rotary embeddings that `runs_on_vllm` excludes.
 """
 
 
@@ -154,5 +154,5 @@ def slowest_share(config: LSGPTConfig, length: int, processes: int) -> float:
     return max(shares) / (sum(shares) / processes)
 
 
-def _with_ratio(ours: float, theirs: float, unit: str = "") -> tuple[str, str, str]:
+def _with_ratio(ours: float, theirs: float, unit: str) -> tuple[str, str, str]:
     return with_unit(ours, unit), with_unit(theirs, unit), f"{ours / theirs:.1%}" if theirs else ""

@@ -40,6 +40,7 @@ from lsgpt.conversion import (
 )
 from lsgpt.model_cards import make_card
 from lsgpt.training import train_tokenizer
+from lsgpt.utilities import loading
 
 
 SIZES = {
@@ -460,7 +461,7 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def test_weights_that_are_not_finite_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_CHECKED_AT_ONCE", 2)
+    monkeypatch.setattr(loading, "CHECKED_AT_ONCE", 2)
     source = make_source()
     source.model.norm.weight.data[3] = torch.nan
     source.save_pretrained(tmp_path / "source")

@@ -47,8 +47,8 @@ RUN = (
 # Everything that a published run has, and nothing else.
 PUBLISHED = {
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-    *("attention_lsgpt.py", "cache_lsgpt.py", "configuration_lsgpt.py", "linear_lsgpt.py"),
-    *("local_lsgpt.py", "loss_lsgpt.py", "modeling_lsgpt.py", "visibility_lsgpt.py"),
+    *("attention_lsgpt.py", "cache_lsgpt.py", "checks_lsgpt.py", "configuration_lsgpt.py"),
+    *("linear_lsgpt.py", "local_lsgpt.py", "loss_lsgpt.py", "modeling_lsgpt.py", "visibility_lsgpt.py"),
     *("README.md", "heads.png", "loss.png", "loss_by_position.png", "max_logits.png", "max_logits_by_head.png"),
     *("recipe.yaml", "metrics.jsonl", "results.json"),
 }

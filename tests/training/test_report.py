@@ -36,9 +36,11 @@ RESULT = RunResult(
 
 def test_a_sample_ends_with_the_positions_of_the_model(tiny_model):
     tokenizer = train_tokenizer([], vocab_size=258)
-    model = tiny_model(vocab_size=258, max_position_embeddings=24, position_embedding_type="rope", eos_token_id=None)
-    sample = generate_sample(model, tokenizer, "def f")
+    options = {"vocab_size": 258, "position_embedding_type": "rope", "eos_token_id": None}
+    sample = generate_sample(tiny_model(max_position_embeddings=24, **options), tokenizer, "def f")
     assert sample.startswith("def f") and len(sample) <= 24
+    sample = generate_sample(tiny_model(max_position_embeddings=4, **options), tokenizer, "def f")
+    assert sample.startswith("def") and len(sample) <= 4
 
 
 def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
