@@ -114,7 +114,7 @@ def accept_cache(function: Callable) -> Callable:
 
 
 def prepare_cache(config: LSGPTConfig, cache: Cache):
-    """Makes empty layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
+    """Makes filled layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
@@ -136,8 +136,10 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
                 f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
                 "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
             )
-        if type(layer) is DynamicLayer and not (layer.is_initialized or torch.compiler.is_compiling()):
-            cache.layers[layer_idx] = GrowingLayer()
+        # Only now that there is a past, because Transformers' exporters take none but its own types of layers.
+        if type(layer) is DynamicLayer and layer.is_initialized and not torch.compiler.is_compiling():
+            cache.layers[layer_idx] = growing = GrowingLayer()
+            vars(growing).update(vars(layer))
     if cache.layer_class_to_replicate is None and 0 < len(cache.layers) < len(config.cache_layers):
         raise ValueError(
             f"`past_key_values` must have {len(config.cache_layers)} layers, one for each kind of head in each layer "

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
 from transformers.distributed import DistributedConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
@@ -362,6 +363,8 @@ def test_a_prompt_with_a_dynamic_cache_is_exported(tiny_model):
     cache = DynamicCache(config=model.config)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
     torch.testing.assert_close(program(**inputs, use_cache=True).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    with FlopCounterMode(display=False):  # looks into outputs, as the export has registered
+        assert len(model(ids)[CACHE]) == len(cache)
 
 
 @torch.no_grad()
