@@ -546,6 +546,11 @@ def checks_of_pages() -> list[Check]:
         *checks_of_explanation(),
         *checks_of_tools(),
         prose(CLAIMS, "{} of {} runs had uncommitted changes", dirty, len(runs)),
+        prose(
+            CLAIMS,
+            "one seed of `mhsa` reaches {}, of `ls` {}.\n",
+            *(decimal(results("positions-long")[arm][42]["max_logit"], 0) for arm in ("mhsa-rope", "ls-rope")),
+        ),
     ]
 
 
