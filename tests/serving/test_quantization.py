@@ -153,6 +153,10 @@ LAYER_0 = [
 
 
 # With 4 bits vLLM computes in bfloat16. Where a layer is loaded wrongly, differences are 0.5 and more.
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="on CPUs with AVX2 only, vLLM 0.32 has no kernels for 4 bits, and those for 8 bits are inaccurate",
+)
 @pytest.mark.parametrize(
     ("quantize", "ignore", "ranks"),
     [(int8, LAYER_0, 1), (int8, (), 2), (int4, LAYER_0, 2), (gptq, (), 2), (awq, (), 2)],
