@@ -357,14 +357,18 @@ def test_a_trace_holds_for_longer_inputs(tiny_model, attention_sinks, length):
 
 
 @torch.no_grad()
-def test_a_prompt_with_a_dynamic_cache_is_exported(tiny_model):
+def test_a_prompt_and_a_step_with_a_dynamic_cache_are_exported(tiny_model):
     model, ids = tiny_model(), torch.randint(97, (1, 20))
     program = export_with_dynamic_cache(model, ids, torch.ones_like(ids)).module()
     cache = DynamicCache(config=model.config)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
     torch.testing.assert_close(program(**inputs, use_cache=True).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     with FlopCounterMode(display=False):  # looks into outputs, as the export has registered
-        assert len(model(ids)[CACHE]) == len(cache)
+        model(ids[:, :19], **{CACHE: cache})
+    inputs = {"input_ids": ids[:, 19:], CACHE: copy.deepcopy(cache), "use_cache": True}
+    program = torch.export.export(model, (), inputs, strict=False).module()
+    actual = program(**inputs | {CACHE: cache}).logits
+    torch.testing.assert_close(actual, model(ids).logits[:, 19:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
