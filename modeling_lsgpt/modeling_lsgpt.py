@@ -514,7 +514,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
     def _default_position_ids(
         self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | dict | None, past_length: int | torch.Tensor
     ) -> torch.Tensor:
-        """Positions `(B or 1, T)` that continue from the cache's length."""
+        """Positions `(B or 1, T)` that continue from the cache's length; in classifiers, without left padding."""
         num_new = inputs_embeds.shape[1]
         has_limit = self.config.position_embedding_type == "learned" and self.counts_left_padding
         if has_limit and type(past_length) is int and not torch.compiler.is_compiling():
