@@ -164,8 +164,8 @@ def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row,
             assert kind in ("clip", "taught") or found["grad_norm"] > 1
         for expected, found in zip(alone["evaluations"], together["evaluations"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5), kind
-            assert abs(found["eval_loss"] - found["eval_averaged_loss"]) > 1e-3
-        assert len(together["evaluations"]) == 2 * ("averaged" in checkpoints)
+            assert kind == "taught" or abs(found["eval_loss"] - found["eval_averaged_loss"]) > 1e-3
+        assert len(together["evaluations"]) == 2 * ("averaged" in checkpoints or kind == "taught")
         if kind == "clip":
             assert [log["heads_over_threshold"] for log in together["history"]][:2] == [12, 4]
         if kind == "taught":

@@ -49,7 +49,7 @@ class EndInTheSecondStep(TrainerCallback):
 def train(folder: str | Path, kind: str):
     """
     A run of 6 steps; leaves checkpoints and `history.json` in `folder`. The runs `plain` and `resumed` average their
-    weights and evaluate, except with DeepSpeed.
+    weights and evaluate, except with DeepSpeed; `taught` evaluates.
 
     Args:
         folder: Where to.
@@ -65,7 +65,7 @@ def train(folder: str | Path, kind: str):
     args = TrainingArguments(
         str(folder),
         resume_from_checkpoint=checkpoint,
-        eval_strategy="steps" if is_averaged else "no",
+        eval_strategy="steps" if is_averaged or kind == "taught" else "no",
         eval_steps=3,
         per_device_eval_batch_size=1,
         max_steps=STEPS,
@@ -108,7 +108,9 @@ def train(folder: str | Path, kind: str):
     trainer_class = LSGPTTrainer if kind == "taught" else Trainer
     callbacks = [telemetry, StopOnBadLossCallback()]
     # The Trainer's loss of an evaluation is a mean over batches: with as many labels each, that over rows.
-    held_out = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()[:8]]
+    # Our own takes any number of rows, also if processes share those of the training.
+    count = 7 if kind == "taught" else 8
+    held_out = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()[:count]]
     data = Dataset.from_list(rows()).to_iterable_dataset() if kind == "taught" else rows()
     trainer = trainer_class(model, args, train_dataset=data, eval_dataset=held_out, callbacks=callbacks)
     if is_averaged:
@@ -139,7 +141,8 @@ def train(folder: str | Path, kind: str):
         }
         history = [log for log in trainer.state.log_history if "loss" in log]
         names = ("step", "eval_loss", "eval_averaged_loss")
-        evaluations = [{name: log[name] for name in names} for log in trainer.state.log_history if "eval_loss" in log]
+        logs = [log for log in trainer.state.log_history if "eval_loss" in log]
+        evaluations = [{name: log[name] for name in names if name in log} for log in logs]
         result = {"how": how, "history": history, "evaluations": evaluations, "perplexity": perplexity}
         Path(folder, "history.json").write_text(json.dumps(result), encoding="utf-8")
 
