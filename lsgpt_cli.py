@@ -312,8 +312,15 @@ def _train(argv: list[str]) -> int:
         return _fail(error)
     try:
         train(trainer, arguments)
-    except ImportError as error:  # an option needs a package that is missing, such as an optimizer's
+    except (ValueError, ImportError) as error:  # ImportError: an option needs a package, such as an optimizer's
         return _fail(error)
+    except KeyboardInterrupt:
+        from lsgpt.training.folders import find_checkpoint
+
+        with contextlib.suppress(ValueError):  # without a checkpoint
+            find_checkpoint(folder)
+            print(f"\nTo go on from the last checkpoint: lsgpt train --resume_from_checkpoint {shlex.quote(folder)}")
+        return 130
     return 0
 
 
@@ -343,6 +350,8 @@ def _compare(argv: list[str]) -> int:
     from lsgpt.studies.compare import compare
 
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
+    if not arms:
+        raise ValueError(f"`--arms` must name at least one arm; got {args.arms!r}")
     compare(recipe, arms, args.seeds, args.output_dir, fields, args.arms_file, args.processes)
     return 0
 
@@ -402,8 +411,10 @@ def _generate(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
     from transformers import TextStreamer, set_seed
 
+    from lsgpt.utilities import encode_prompt
+
     tokenizer, model = _load(args.model)
-    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    inputs = encode_prompt(tokenizer, args.prompt).to(model.device)
     prompt_length = inputs["input_ids"].shape[1]
     if prompt_length == 0:
         raise ValueError("`prompt` must have at least one token; got an empty text")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.training.folders import free_folder
+from lsgpt.training.folders import check_writable, free_folder
 from lsgpt.utilities import looks_like_a_path, refuse_not_finite
 
 from .calibration import Calibration, budget_heads, calibrate, write_report
@@ -123,6 +123,7 @@ def _check_options(folder, text, global_kv_heads, window, cache_share, balance, 
     given += [name for name, value in (("`balance`", balance), ("`max_blocks`", max_blocks)) if value is not None]
     if given and text is None:
         raise ValueError(f"`text` (`--calibrate`) must be given with {' and '.join(given)}: heads are measured on it")
+    check_writable(folder)
 
 
 def _check_measurable(source, model, tokenizer, text):

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
+from lsgpt.training.folders import check_writable
 from lsgpt.training.results import finite
 from lsgpt.utilities import table
 from lsgpt.utilities.plots import heat_map
@@ -70,6 +71,7 @@ def inspect_heads(
             f"the folder for the results must be new, empty, or that of an earlier inspection; got {folder}"
         )
     blocks = read_blocks(text, tokenizer, check_length(length, model.config), num_blocks)
+    check_writable(folder)
     statistics = attention_statistics(model, blocks, far)
     num_blocks, length = blocks.shape
     source = f"{num_blocks:,} {'block' if num_blocks == 1 else 'blocks'} of {length:,} tokens of {text}"

@@ -23,9 +23,11 @@ def prepare_for_training(model_class: type[PreTrainedModel]):
 
     def train(self, mode: bool = True) -> nn.Module:
         state, parallelism = sys.modules.get("accelerate.state"), None  # not imported: generating needs no Accelerate
-        if mode and state is not None and state.is_initialized():
+        if state is not None and state.is_initialized():
             parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
-        if mode and self.base_model is not self:
+        # Evaluations need it only for their figures, see `ContextParallelismConfig.split`, and other models need not.
+        is_evaluated = hasattr(parallelism, "split") and hasattr(self, "lm_head")
+        if self.base_model is not self and (mode or is_evaluated):
             follow(self, parallelism)
         return super(model_class, self).train(mode)
 

@@ -341,5 +341,6 @@ def check_same_rows(inputs: dict[str, Any], group):
     if any(not torch.equal(other, checksum) for other in all_checksums):
         raise ValueError(
             "the processes that share a sequence must have the same rows; got different ones. Give the data loader "
-            "only as many ranks as there are groups, as Accelerate does, and the same seed on every process"
+            "only as many ranks as there are groups, and the same seed on every process. Accelerate does so, but with "
+            "an iterable dataset only with `accelerator_config={'dispatch_batches': False}` or `LSGPTTrainer`"
         )

@@ -14,13 +14,15 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, set_seed
 
 import lsgpt
 import lsgpt_cli
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.configuration import load_arms
-from lsgpt.utilities import looks_like_a_path, refuse_tensors
+from lsgpt.training.train import generate_sample
+from lsgpt.utilities import encode_prompt, looks_like_a_path, refuse_tensors
 from lsgpt.utilities.model_summary import slowest_share
 
 
@@ -136,6 +138,29 @@ def test_generate_samples_what_the_model_samples(trained, capsys, prompt, seed):
     for option in ("--max-new-tokens", "--max_new_tokens"):
         assert lsgpt_cli.main(["generate", folder, prompt, "--seed", str(seed), option, "20"]) == 0
         assert capsys.readouterr().out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+
+
+def test_a_tokenizer_that_ends_texts_does_not_end_the_prompt(trained, tmp_path, capsys):
+    folder, options = tmp_path / "model", ["--greedy", "--max-new-tokens", "12"]
+    shutil.copytree(trained[0] / "runs" / "demo", folder)
+    assert lsgpt_cli.main(["generate", str(folder), "import", *options]) == 0
+    expected = capsys.readouterr().out
+    plain, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, end = AutoTokenizer.from_pretrained(folder), (plain.eos_token, plain.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("import")["input_ids"][-1] == plain.eos_token_id
+    assert lsgpt_cli.main(["generate", str(folder), "import", *options]) == 0
+    assert capsys.readouterr().out == expected
+    samples = []
+    for one in (plain, tokenizer):
+        set_seed(0)
+        samples.append(generate_sample(model, one, "import"))
+    assert samples[0] == samples[1]
+    # What the user wrote stays, and so does the only token.
+    for prompt in (f"import{end[0]}", ""):
+        ids = encode_prompt(tokenizer, prompt)["input_ids"]
+        assert ids.tolist() == [[*plain("import" if prompt else "")["input_ids"], *([end[1]] * (1 + bool(prompt)))]]
 
 
 def test_generate_takes_the_last_position(trained, capsys):
@@ -391,6 +416,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
             ["train", "--preset", "gpt2-small", "--model_name_or_path", "RUN"],
             "`preset` must not be given with `model_name_or_path`, whose shape the model has; got 'gpt2-small' and",
         ),
+        (["compare", "--arms", ","], "`--arms` must name at least one arm"),
         (["compare", "--arms", "ls,msha"], "got 'msha'; did you mean 'mhsa'"),
         (["compare", "bokos", "--arms", "ls"], "got 'bokos'; did you mean 'books'"),
         (["compare", "--arms", "ls", "--max_step", "3"], "unknown field '--max_step'; did you mean '--max_steps'"),

@@ -531,6 +531,7 @@ def test_blocks_may_take_all_positions():
         (["lsgpt", "text.txt", "--length", "1"], "`length` must be at least 2, or a token has no other to look at"),
         (["lsgpt", "text.txt", "--length", "161"], "`length` must be at most 160, the number of positions of the"),
         (["lsgpt", "text.txt", "--length", "20", "--far", "20"], "`far` must be between 1 and 19"),
+        (["lsgpt", "text.txt", "--output", "/proc/new"], "the output must be a writable folder; got '/proc/new'"),
         (["lsgpt", "text.txt", "--output", "data"], "must be new, empty, or that of an earlier inspection; got data"),
         (["lsgpt", "text.txt", "--output", "letter.txt"], "got letter.txt"),
     ],

@@ -4,15 +4,18 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from accelerate.utils import broadcast_object_list
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.hf_argparser import HfArg
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
@@ -65,7 +68,7 @@ class ModelArguments:
 
     def __post_init__(self):
         self.config_overrides = value = _read_yaml(self.config_overrides)
-        if not isinstance(value, dict | None):
+        if not isinstance(value, dict | None) or not all(isinstance(name, str) for name in value or ()):
             raise ValueError(f"`config_overrides` must be a mapping, as in '{{hidden_size: 64}}'; got {value!r}")
 
 
@@ -125,7 +128,7 @@ def _read_yaml(value):
 
 
 OURS = (ModelArguments, DataArguments, RunArguments)
-_FIELDS = [f.name for argument_type in (*OURS, TrainingArguments) for f in fields(argument_type) if f.init]
+_KINDS = {f.name: f.type for argument_type in (*OURS, TrainingArguments) for f in fields(argument_type) if f.init}
 ADAGC = "adagc"
 
 _SMALLEST = {
@@ -135,6 +138,12 @@ _SMALLEST = {
     "weight_decay": 0,
 }
 """Fields that must be finite and at least this. Other values would fail late, or silently."""
+
+_NEEDED = {
+    "num_train_epochs": ("max_steps", "-1"),
+    **{f"{what}_steps": (f"{what}_strategy", "steps") for what in ("eval", "logging", "save")},
+}
+"""Fields that another field can make ineffective, and what that must be if they are given on the command line."""
 
 _SMALLER_IS_BETTER = ("perplexity", "bits_per_byte")
 """Endings of metrics whose largest value Transformers would take as the best, because it knows losses only."""
@@ -202,7 +211,13 @@ def parse_arguments(
     values = _read_recipe(recipe)
     parser.set_defaults(**values)
     given = _parse_command_line(parser, overrides)
-    if given.model_name_or_path and any(argument.split("=")[0] == "--preset" for argument in overrides):
+    named = {argument.split("=")[0][2:].replace("-", "_") for argument in overrides if argument.startswith("--")}
+    for field, (other, needed) in _NEEDED.items():
+        if field in named and str(value := getattr(given, other)) != needed:
+            raise ValueError(
+                f"`{field}` has no effect with the recipe's `{other}: {value}`; give --{other} {needed} with it"
+            )
+    if given.model_name_or_path and "preset" in named:
         raise ValueError(
             "`preset` must not be given with `model_name_or_path`, whose shape the model has; got "
             f"{given.preset!r} and {given.model_name_or_path!r}"
@@ -223,6 +238,10 @@ def parse_arguments(
     optimizer = {"optim": "adamw_torch"} if given.optim == ADAGC else {}
     model, data, run, training = parser.parse_dict({**vars(given), **optimizer})
     ours = {**asdict(model), **asdict(data), **asdict(run), "seed": training.seed}
+    for field in ("dataset_name", "tokenizer", "model_name_or_path", "teacher"):
+        # So that it is nowhere taken for a name on the Hub, which it looks like.
+        if re.fullmatch(r"[^./~][^/]*/[^/]+", ours[field] or "") and Path(ours[field]).exists():
+            ours[field] = f"./{ours[field]}"
     # A repeated run needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {k: v for k, v in vars(given).items() if v != defaults[k] and k not in left_out}
@@ -252,14 +271,24 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
     values = dict(recipe) if isinstance(recipe, dict) else load_recipe(recipe)
     name = "run" if isinstance(recipe, dict) else Path(recipe).stem
     values["run_name"] = name = values.get("run_name") or name
-    if unknown := [field for field in values if field not in _FIELDS]:
-        raise ValueError(f"recipe {name} has an unknown field {unknown[0]!r}{suggest(str(unknown[0]), _FIELDS)}")
+    if unknown := [field for field in values if field not in _KINDS]:
+        raise ValueError(f"recipe {name} has an unknown field {unknown[0]!r}{suggest(str(unknown[0]), _KINDS)}")
     for field in ("eval_strategy", "logging_strategy", "save_strategy"):
         if values.get(field) is False:
             values[field] = "no"  # which YAML reads as false
+    for field, value in values.items():
+        kinds = str(_KINDS[field])
+        if value is None and "None" not in kinds:
+            raise ValueError(f"`{field}` of recipe {name} must have a value; got null, which is none")
+        if isinstance(value, list | dict) and not re.search("list|dict", kinds):
+            raise ValueError(f"`{field}` of recipe {name} must be one value; got {value}")
+        if isinstance(value, bool) and "str" in kinds and "bool" not in kinds and field != "fsdp":
+            raise ValueError(
+                f"`{field}` of recipe {name} must be text; got {value}, as YAML reads words like no; put it in quotes"
+            )
     # The parser converts and checks only strings, so numbers become strings; `fsdp` may be true or a string.
     return {
-        field: str(value) if isinstance(value, int | float) and field != "fsdp" else value
+        field: str(value) if isinstance(value, int | float | date) and field != "fsdp" else value
         for field, value in values.items()
     }
 
@@ -275,7 +304,7 @@ def _parse_command_line(parser: HfArgumentParser, arguments: Sequence[str]) -> a
             raise ValueError(f"unexpected argument {argument!r}; fields are given as --field value")
         option = argument.split("=")[0]
         name = "--" + option[2:].replace("-", "_")
-        raise ValueError(f"unknown field {option!r}{suggest(name, [f'--{known}' for known in _FIELDS])}")
+        raise ValueError(f"unknown field {option!r}{suggest(name, [f'--{known}' for known in _KINDS])}")
     return namespace
 
 
@@ -299,6 +328,15 @@ def check_arguments(arguments: Arguments):
             "`max_steps` must be at least 1, or -1 with a positive and finite `num_train_epochs`; got "
             f"{args.max_steps} and {args.num_train_epochs}"
         )
+    # Built once, because the Trainer does it only after the text has been tokenized.
+    options = {k: v for k, v in (args.lr_scheduler_kwargs or {}).items() if k != "num_training_steps"}
+    try:
+        get_scheduler(args.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), 1, 1000, options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`lr_scheduler_kwargs` must fit `lr_scheduler_type` ({args.lr_scheduler_type.value}); got {options}: "
+            f"{error}"
+        ) from error
     # The Trainer says so only after the text has been tokenized. The last two are not always listed as available.
     trackers = get_available_reporting_integrations()
     if missing := [name for name in args.report_to if name not in (*trackers, "azure_ml", "flyte")]:

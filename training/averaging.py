@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from lsgpt.utilities import suggest
 
-from .callbacks import local_part
+from .callbacks import local_part, name_without_wrappers
 
 
 logger = logging.get_logger(__name__)
@@ -235,16 +235,20 @@ class AveragedWeightsCallback(TrainerCallback):
         `processing_class`, such as a tokenizer. Processes and errors are as in `averaged_weights`.
         """
         with self.averaged_weights(model):
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            whole = get_model_state_dict(model, options=options) if _is_sharded(model) else None
-            if not PartialState().is_main_process:
+            is_main, whole = PartialState().is_main_process, None
+            # A model that `from_pretrained` has sharded gathers its weights itself, on all processes.
+            gathers = getattr(model, "is_distributed_loading_by_transformers", False)
+            if _is_sharded(model) and not gathers:
+                options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                whole = get_model_state_dict(model, options=options)
+            if not is_main and not gathers:
                 return
             Path(folder).mkdir(parents=True, exist_ok=True)
             if hasattr(model, "save_pretrained"):
-                model.save_pretrained(folder, state_dict=whole)
+                model.save_pretrained(folder, is_main_process=is_main, state_dict=whole)
             else:
                 save_model(model, str(Path(folder) / "model.safetensors"))
-            if processing_class is not None:
+            if processing_class is not None and is_main:
                 processing_class.save_pretrained(folder)
 
     def _same_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -363,7 +367,7 @@ def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             # An evaluation leaves the last layers unsharded, and the next step would not gather them again.
             module.reshard()
     return {
-        name.replace("_orig_mod.", ""): local_part(parameter.detach())  # without the prefix of torch.compile
+        name_without_wrappers(name): local_part(parameter.detach())
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -160,6 +160,11 @@ def any_process(values: list[bool], device: torch.device) -> list[bool]:
     return (flags > 0).tolist()
 
 
+def name_without_wrappers(name: str) -> str:
+    """Returns the name of a module or parameter without what `torch.compile` and FSDP's checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds, if it is sharded (FSDP2); otherwise the whole tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -245,7 +250,7 @@ def _first_bad_layer(model: nn.Module, inputs: dict) -> str:
     def check(module, args, output):
         tensors = output if isinstance(output, tuple) else (output,)
         if not bad and any(isinstance(x, torch.Tensor) and not x.isfinite().all() for x in tensors):
-            bad.append(names[module].replace("_orig_mod.", ""))  # prefix of torch.compile
+            bad.append(name_without_wrappers(names[module]))
 
     with ExitStack() as hooks:
         for module in names:

@@ -88,7 +88,7 @@ class ContextParallelismConfig(ParallelismConfig):
             loader = GradientState().active_dataloader
             if model.training:
                 training_loader = loader
-            elif loader not in (None, training_loader):
+            elif kwargs.get("labels") is not None and loader not in (None, training_loader):  # no teacher's
                 kwargs = evaluation_inputs(kwargs, loader, self.cp_size)
             return forward(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 Documents are rows of a `datasets` dataset with a column `text`, so every step also accepts data from elsewhere.
 """
 
+import glob
 import hashlib
 import re
 import sysconfig
@@ -154,10 +155,17 @@ def _check_row(row: dict, place: str) -> dict:
 
 def _local_files(path: Path) -> dict:
     """
-    Returns the arguments of `load_dataset` for a file or a folder. Files with other extensions are ignored, and so are
-    those with the word `test` in their path; a validation split's (see `_SPLIT_NAMES`) makes a file part of it.
+    Returns the arguments of `load_dataset` for a file or a folder. Hidden files and those with other extensions are
+    ignored, and so are those with the word `test` in their path; a validation split's (see `_SPLIT_NAMES`) makes a
+    file part of it. Raises `ValueError` for a folder without files of one type.
     """
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        raise ValueError(
+            f"`dataset_name` must not be a folder of `save_to_disk`; got {str(path)!r}. Load it with "
+            "`datasets.load_from_disk`, and write each split with its method `to_parquet`"
+        )
+    inside = sorted(path / name for name in glob.glob("**/*", root_dir=path, recursive=True))
+    files = [path] if path.is_file() else [file for file in inside if file.is_file()]
     builders = {_BUILDERS[file.suffix] for file in files if file.suffix in _BUILDERS}
     if len(builders) != 1:
         found = f"files of several kinds ({', '.join(sorted(builders))})" if builders else "no such file"
@@ -170,7 +178,7 @@ def _local_files(path: Path) -> dict:
         if file.suffix in _BUILDERS:
             words = set(re.split(r"[^a-z]+", file.relative_to(path).as_posix().lower()))
             split = next((split for split, names in _SPLIT_NAMES.items() if names & words), "train")
-            splits.setdefault(split, []).append(str(file))
+            splits.setdefault(split, []).append(glob.escape(str(file)))  # or it would be a pattern
     builder = builders.pop()
     # A text file is one document; by default, `datasets` would make a document of every line.
     return {"path": builder, "data_files": splits, **({"sample_by": "document"} if builder == "text" else {})}

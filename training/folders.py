@@ -10,7 +10,10 @@ from transformers import TrainingArguments
 
 
 def make_folder(args: TrainingArguments):
-    """Creates the output folder. Raises `ValueError` if it is read-only, or not empty and not of the resumed run."""
+    """
+    Creates the output folder. Raises `ValueError` if it is read-only, or has other contents than the resumed run up to
+    its checkpoint.
+    """
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` must be a folder; got {str(folder)!r}, which is a file")
@@ -24,11 +27,23 @@ def make_folder(args: TrainingArguments):
             f"`output_dir` must be a new or an empty folder, or that of the run to resume; got {str(folder)!r}, which "
             f"is not empty. {remedy}"
         )
+    if is_own and (last := find_checkpoint(folder)).resolve() not in (checkpoint, checkpoint.parent):
+        raise ValueError(
+            "`resume_from_checkpoint` must be the last checkpoint of its run; got "
+            f"{args.resume_from_checkpoint!r}, but {str(last)!r} is later, and the run would resume from that one the "
+            "next time. To go back, delete the later ones, or continue in another folder with --output_dir"
+        )
+    check_writable(folder, "`output_dir`")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_writable(folder: Path, name: str = "the output"):
+    """Raises `ValueError`, with `name` in its message, if a folder cannot be written or created."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise ValueError(f"`output_dir` must be a writable folder; got {str(folder)!r}: {error}") from error
+        raise ValueError(f"{name} must be a writable folder; got {str(folder)!r}: {error}") from error
 
 
 def free_folder(folder: Path) -> Path:
@@ -47,11 +62,13 @@ def find_checkpoint(folder: str | Path) -> Path:
         raise ValueError(f"`resume_from_checkpoint` must be the folder of a run; there is no {str(folder)!r}")
     complete = _complete_checkpoints(folder)
     if not complete:
-        recipe = folder / "recipe.yaml"
-        remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {shlex.quote(str(recipe))}"
+        remedy, place = "", shlex.quote(str(folder))
+        if (folder / "results.json").is_file():
+            remedy = f". The run kept none; to train its weights further: --model_name_or_path {place}"
+        elif (folder / "recipe.yaml").is_file():
+            remedy = f". The run ended before its first checkpoint; start it again: lsgpt train {place}/recipe.yaml"
         raise ValueError(
-            f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}"
-            + (remedy if recipe.is_file() else "")
+            f"`resume_from_checkpoint` must be or contain a complete checkpoint; got {str(folder)!r}{remedy}"
         )
     return max(complete, key=complete.__getitem__)
 

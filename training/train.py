@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lsgpt.configuration import LSGPTConfig, load_recipe
+from lsgpt.configuration import LSGPTConfig, load_config, load_recipe
 from lsgpt.telemetry import measure_max_logits
-from lsgpt.utilities import load_complete, with_unit
+from lsgpt.utilities import encode_prompt, load_complete, with_unit
 from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
@@ -64,6 +64,9 @@ NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
 
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a model's configuration that a run takes from its tokenizer."""
+
 OPTIMIZER_FIELDS = ("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Settings that an optimizer's state contains. When a run resumes, it replaces those of the arguments."""
 
@@ -78,6 +81,17 @@ def check_optimizer(checkpoint: str | Path, arguments: Arguments):
             raise ValueError(
                 f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
                 f"got {new}. To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+            )
+
+
+def check_model(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if the arguments of a run that resumes describe another model than its checkpoint has."""
+    before, now = load_config(checkpoint), arguments.build_config()
+    for name in LSGPTConfig.__annotations__:
+        if name not in (*TOKENS, "use_cache") and getattr(before, name) != getattr(now, name):
+            raise ValueError(
+                f"`{name}` of the model must be as before ({getattr(before, name)}) when a run resumes; got "
+                f"{getattr(now, name)}. To change it, begin a run with the weights: --model_name_or_path {checkpoint}"
             )
 
 
@@ -129,6 +143,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_checkpoint(args.resume_from_checkpoint)
+        check_model(args.resume_from_checkpoint, arguments)
         check_optimizer(args.resume_from_checkpoint, arguments)
         if arguments.data.streaming and not args.ignore_data_skip:
             check_stream(args.resume_from_checkpoint, arguments)
@@ -265,7 +280,7 @@ def build_model(arguments: Arguments, config: LSGPTConfig, tokenizer: PreTrained
         options = {"config": config, "attn_implementation": engine, "dtype": torch.float32}
         model = load_complete(arguments.model.model_name_or_path, NEUTRAL_WEIGHTS, **options)
     else:
-        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for token in TOKENS:
             setattr(config, token, getattr(tokenizer, token))
         model = AutoModelForCausalLM.from_config(config, attn_implementation=engine)
     if in_float32:
@@ -297,7 +312,7 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     folder = Path(args.output_dir)
     is_main = trainer.is_world_process_zero()
     if is_main:
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(arguments.recipe, sort_keys=False), encoding="utf-8")
+        _write_recipe(folder, arguments)
 
     if args.resume_from_checkpoint:
         args.eval_on_start = False  # done at the first start; the checkpoint's log has it
@@ -329,6 +344,18 @@ def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
     if args.push_to_hub:
         trainer.push_to_hub()
     return results
+
+
+def _write_recipe(folder: Path, arguments: Arguments):
+    """Writes the recipe of a run that begins or resumes, and removes the results of an earlier end."""
+    try:
+        with (folder / "recipe.yaml").open("w" if arguments.training.resume_from_checkpoint else "x") as file:
+            yaml.safe_dump(arguments.recipe, file, sort_keys=False)
+    except FileExistsError as error:
+        raise ValueError(
+            f"`output_dir` must be another one for each run; another run has begun in {str(folder)!r} meanwhile"
+        ) from error
+    (folder / "results.json").unlink(missing_ok=True)
 
 
 def _report(trainer: Trainer, arguments: Arguments, results: RunResult):
@@ -424,9 +451,7 @@ def generate_sample(model, tokenizer, prompt: str) -> str:
     """
     model.eval()
     positions = model.config.max_position_embeddings
-    inputs = tokenizer(
-        prompt, truncation=True, max_length=positions - 1, return_tensors="pt", return_token_type_ids=False
-    ).to(model.device)
+    inputs = encode_prompt(tokenizer, prompt, truncation=True, max_length=positions - 1).to(model.device)
     room = positions - inputs["input_ids"].shape[1]
     options = {"do_sample": True, "temperature": 0.8, "top_k": 50, "remove_invalid_values": True}
     generated = model.generate(**inputs, max_new_tokens=min(100, room), **options)

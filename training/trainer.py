@@ -1,5 +1,6 @@
 """The `Trainer` of all runs."""
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,6 +65,11 @@ class LSGPTTrainer(Trainer):
                     f"`{name}` must be unset for models other than LSGPTForCausalLM, whose losses do not have it; got "
                     f"{type(self.model).__name__}"
                 )
+        if processes_per_row(self.args) > 1 and not self.has_own_loss:
+            raise ValueError(
+                "`cp_size` must be 1 for models other than LSGPTForCausalLM, which need whole sequences; got "
+                f"{type(self.model).__name__}"
+            )
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AveragedWeightsCallback):
                 callback.attach(self)
@@ -78,6 +84,10 @@ class LSGPTTrainer(Trainer):
         check_parallelism(self.args)
         super().create_accelerator_and_postprocess()
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version != 2:
+            raise ValueError(
+                f"`fsdp_version` must be 2; got {fsdp.fsdp_version}, as in old files of `accelerate config`"
+            )
         if fsdp is not None and (policy := fsdp.mixed_precision_policy) is not None:
             fsdp.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
@@ -104,14 +114,31 @@ class LSGPTTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """As in `Trainer`, but every process gets other rows, also those that share the sequences of the training."""
+        with self._rows_for_all_processes():
+            loader = super().get_eval_dataloader(eval_dataset)
+        loader.is_for_all_processes = True  # for `evaluation_inputs`
+        return loader
+
+    def get_test_dataloader(self, test_dataset) -> DataLoader:
+        """As in `Trainer`, with rows as in evaluations."""
+        with self._rows_for_all_processes():
+            loader = super().get_test_dataloader(test_dataset)
+        loader.is_for_all_processes = True
+        return loader
+
+    @contextlib.contextmanager
+    def _rows_for_all_processes(self):
         state = self.accelerator.state
         mesh, state.device_mesh = state.device_mesh, None  # which would give the same rows to those processes
         try:
-            loader = super().get_eval_dataloader(eval_dataset)
+            yield
         finally:
             state.device_mesh = mesh
-        loader.is_for_all_processes = True  # for `evaluation_inputs`
-        return loader
+
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        """As in `Trainer`, but with FSDP a number: it would cast a tensor to the dtype of the mixed precision."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        return count.item() if self.is_fsdp_enabled and isinstance(count, torch.Tensor) else count
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As in `Trainer`, which excludes norms and biases, but without sinks: decay would pull their logits to 0."""

@@ -2,6 +2,7 @@
 
 from .loading import (
     check_gguf,
+    encode_prompt,
     load_complete,
     load_tokenizer,
     looks_like_a_path,
@@ -29,6 +30,7 @@ __all__ = [
     "compare_costs",
     "compare_split",
     "describe",
+    "encode_prompt",
     "format_duration",
     "has_sinks",
     "load_complete",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
 
 
@@ -113,6 +113,19 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, **options) -> BatchEncoding:
+    """
+    Tokenizes a text to continue, as inputs `(1, T)`, without the end-of-text token that some tokenizers add. Other
+    `options` are those of the tokenizer.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, **options)
+    end = tokenizer.eos_token_id
+    is_added = inputs["input_ids"].shape[1] > 1 and not prompt.endswith(tokenizer.eos_token or "")
+    if is_added and inputs["input_ids"][0, -1] == end:
+        inputs.update({name: values[:, :-1] for name, values in inputs.items()})
+    return inputs
 
 
 def refuse_not_finite(weights: Iterable[tuple[str, torch.Tensor]], what: str):

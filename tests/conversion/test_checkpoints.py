@@ -365,6 +365,7 @@ def test_refused_gpt2_weights(tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (["GPT2", "/proc/new"], "the output must be a writable folder; got"),
         (["GPT2", "FULL"], "the folder to write must be new or empty"),
         (["GPT2", "FULL/text.txt"], "the folder to write must be new or empty"),
         (

@@ -55,7 +55,8 @@ def test_fsdp_of_a_recipe_is_that_of_the_command_line(given):
 
 def test_numbers_without_a_point_are_numbers(tmp_path):
     """YAML 1.1, which PyYAML reads, takes 1e-5 for text."""
-    text = "lr_scheduler_kwargs: {min_lr: 1e-5}\nconfig_overrides: {initializer_range: 2E-2, layer_norm_eps: .5e-5}\n"
+    text = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}\n"
+    text += "config_overrides: {initializer_range: 2E-2, layer_norm_eps: .5e-5}\n"
     arguments = parse_arguments(write_recipe(tmp_path, text + "learning_rate: 3e-4\nrun_name: 12e\n"))
     assert arguments.training.lr_scheduler_kwargs == {"min_lr": 1e-5}
     assert arguments.model.config_overrides == {"initializer_range": 0.02, "layer_norm_eps": 5e-6}
@@ -135,11 +136,53 @@ def test_config_overrides_change_the_model(tmp_path):
         ("averaging: bema\nmax_steps: 399", [], "`every_n_steps` of the average must be at most the 399 .* got 400"),
         ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
+        ("max_steps: null", [], "`max_steps` of recipe mine must have a value; got null"),
+        ("dataset_name: [a.txt, b.txt]", [], r"`dataset_name` of recipe mine must be one value; got \['a.txt', 'b"),
+        ("block_size: {a: 1}", [], "`block_size` of recipe mine must be one value; got {'a': 1}"),
+        ("license: no", [], "`license` of recipe mine must be text; got False, as YAML reads .* put it in quotes"),
+        ("config_overrides: {1: 2}", [], "`config_overrides` must be a mapping, as in .*; got {1: 2}"),
+        (
+            "max_steps: 9",
+            ["--num_train_epochs", "2"],
+            "no effect with the recipe's `max_steps: 9`; give --max_steps -1",
+        ),
+        (
+            "save_strategy: no",
+            ["--save-steps=2"],
+            "`save_steps` has no effect with .*; give --save_strategy steps with",
+        ),
+        (
+            "eval_strategy: epoch",
+            ["--eval_steps=2"],
+            "`eval_steps` has no effect with the recipe's `eval_strategy: ep",
+        ),
+        ("logging_strategy: no", ["--logging_steps=2"], "`logging_steps` has no effect with the recipe's"),
+        (
+            "lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+            [],
+            r"`lr_scheduler_kwargs` must fit `lr_scheduler_type` \(linear\); got {'min_lr_rate': 0.1}: .*unexpected",
+        ),
+        ("lr_scheduler_type: cosine_with_min_lr", [], r"fit `lr_scheduler_type` \(cosine_with_min_lr\); got {}: One"),
     ],
 )
 def test_mistakes_are_explained(tmp_path, recipe, overrides, message, offline):
     with pytest.raises(ValueError, match=message):
         parse_arguments(write_recipe(tmp_path, recipe), overrides)
+
+
+def test_fields_that_have_an_effect_because_of_others_on_the_command_line(tmp_path):
+    recipe = write_recipe(tmp_path, "max_steps: 9\nsave_strategy: no\nrun_name: 2026-01-02\n")
+    options = ["--max_steps=-1", "--num_train_epochs=2", "--save_strategy=steps", "--save_steps=3"]
+    arguments = parse_arguments(recipe, options).training
+    assert (arguments.max_steps, arguments.num_train_epochs, arguments.save_steps) == (-1, 2, 3)
+    assert arguments.output_dir == "runs/2026-01-02"  # which YAML reads as a date
+
+
+def test_local_paths_cannot_be_taken_for_names_on_the_hub(tmp_path):
+    (tmp_path / "data" / "books").mkdir(parents=True)
+    for name, recorded in (("data/books", "./data/books"), ("./data/books", "./data/books"), ("a/b", "a/b")):
+        arguments = parse_arguments("demo", ["--dataset_name", name])
+        assert arguments.recipe["dataset_name"] == recorded and arguments.recipe["tokenizer"] == "bpe"
 
 
 def test_a_tracker_that_is_not_installed(monkeypatch):
@@ -235,6 +278,13 @@ def test_a_run_that_resumes_overwrites_no_other(tmp_path, monkeypatch):
         make_folder(parse_arguments(None, [*resume, folder]).training)
     with pytest.raises(ValueError, match=r"must be a new or an empty folder, or that of the run to resume; got 'b'"):
         make_folder(parse_arguments(None, [*resume, "b"]).training)
+    write_checkpoint(tmp_path / "a" / "checkpoint-10", '{"global_step": 10}')
+    make_folder(parse_arguments(None, [*resume, "other"]).training)
+    for folder in ("a", "link"):  # the abandoned steps would win the next time
+        with pytest.raises(
+            ValueError, match=r"must be the last checkpoint .* got 'a/checkpoint-4', but '.*-10' is la"
+        ):
+            make_folder(parse_arguments(None, [*resume, folder]).training)
 
 
 def test_our_options_are_few_and_come_first_in_the_help():
@@ -281,6 +331,9 @@ def test_a_run_that_ended_before_its_first_checkpoint(tmp_path):
         make_folder(parse_arguments("demo", ["--output_dir", str(tmp_path / "run")]).training)
     recipe = tmp_path / "run" / "recipe.yaml"
     with pytest.raises(ValueError, match=f"ended before its first checkpoint; start it again: lsgpt train {recipe}"):
+        parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
+    (tmp_path / "run" / "results.json").touch()
+    with pytest.raises(ValueError, match=rf"The run kept none; .* --model_name_or_path {tmp_path / 'run'}$"):
         parse_arguments(None, ["--resume_from_checkpoint", str(tmp_path / "run")])
 
 

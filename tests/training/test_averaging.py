@@ -14,6 +14,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from trainers import random_rows, trainer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.integrations import deepspeed
@@ -455,6 +456,13 @@ def test_a_compiled_model(tmp_path, fresh_compiler):
     compiled = torch.compile(trainer.model, backend="eager")  # has a prefix before its names
     with callback.averaged_weights(compiled):
         assert_equal(copies(trainer.model), callback.averages)
+    averages = copies(AutoModelForCausalLM.from_pretrained(tmp_path / "averaged"))
+    # So does a model whose activations FSDP computes again.
+    apply_activation_checkpointing(trainer.model, check_fn=lambda module: isinstance(module, nn.LayerNorm))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in trainer.model.named_parameters())
+    with callback.averaged_weights(trainer.model):
+        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in copies(trainer.model)}
+        assert_equal({names[name]: weight for name, weight in copies(trainer.model).items()}, averages)
 
 
 class Bigrams(nn.Module):
@@ -558,6 +566,46 @@ def test_fsdp1_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(averaging, "FullyShardedDataParallel", nn.Embedding)
     with pytest.raises(ValueError, match="`fsdp_version` must be 2 for averages of the weights; got 1"):
         AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+SHARDED = """
+import sys
+from accelerate.state import PartialState
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+import lsgpt
+from lsgpt.training import AveragedWeightsCallback
+
+folder = sys.argv[1]
+args = TrainingArguments(
+    folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3, learning_rate=0.01, save_strategy="no",
+    adam_epsilon=1e-4,  # above rounding
+    per_device_train_batch_size=8 // int(sys.argv[2]),
+)
+sharding = {"distributed_config": DistributedConfig(fsdp_size=2)} if args.world_size > 1 else {}
+model = AutoModelForCausalLM.from_pretrained(folder + "/start", **sharding)
+rows = [{"input_ids": [(7 * i + j * j) % 97 for j in range(12)]} for i in range(24)]
+data = [{**row, "labels": row["input_ids"]} for row in rows]
+trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.5)])
+trainer.train()
+trainer.save_model(folder + "/raw")
+"""
+
+
+def test_a_model_that_transformers_has_sharded(tiny_model, tmp_path):
+    """By `from_pretrained`, and not by Accelerate: all processes save it together."""
+    for processes in (1, 2):
+        tiny_model(vocab_size=97).save_pretrained(tmp_path / str(processes) / "start")
+        fresh.run_together(processes, "-c", SHARDED, tmp_path / str(processes), processes, CUDA_VISIBLE_DEVICES="")
+    for name in ("averaged", "raw"):
+        expected, found = (
+            copies(AutoModelForCausalLM.from_pretrained(tmp_path / number / name)) for number in ("1", "2")
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not torch.equal(
+        found["model.norm.weight"],
+        copies(AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "averaged"))["model.norm.weight"],
+    )
 
 
 def test_hyperparameter_search_is_refused(tmp_path):

@@ -2,6 +2,7 @@ import copy
 import hashlib
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -257,6 +258,37 @@ def test_words_in_the_path_of_a_file_name_its_split(tmp_path):
         write_json_lines(tmp_path / "data" / name, [text])
     splits = load_documents(str(tmp_path / "data"))
     assert sorted(splits["train"]["text"]) == ["one", "two"] and splits["validation"]["text"][:] == ["held out"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_of_files_are_no_patterns(tmp_path, streaming):
+    folder = tmp_path / "old [1-2]"
+    folder.mkdir()
+    texts = {"notes [1].txt": "one", "notes 1.txt": "two", "what?.txt": "three", "whatX.txt": "four", "*.txt": "five"}
+    for name, text in texts.items():
+        (folder / name).write_text(text * 20)
+    documents = load_documents(str(folder), streaming=streaming)
+    found = "".join(row["text"] for split in documents.values() for row in split)  # perhaps with held-out ends
+    assert Counter(found) == Counter(20 * "".join(texts.values()))
+    (only,) = load_documents(str(folder / "notes [1].txt"))["train"]["text"]
+    assert only.startswith("one")
+
+
+def test_which_files_of_a_folder_are_read(tmp_path):
+    """As in `datasets`: no hidden ones, but those in linked folders."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("linked")
+    folder = tmp_path / "data"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    (folder / ".ipynb_checkpoints" / "b.txt").write_text("hidden")
+    (folder / "._c.txt").write_bytes(b"\xff\x00")
+    (folder / "c.txt").write_text("plain")
+    (folder / "more").symlink_to(tmp_path / "elsewhere")
+    found = load_documents(str(folder))["train"]["text"]
+    assert [text[:4] for text in found] == ["plai", "link"]
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"must not be a folder of `save_to_disk`; got .*saved'\. Load it with"):
+        load_documents(str(tmp_path / "saved"))
 
 
 def test_which_documents_are_held_out(tmp_path):

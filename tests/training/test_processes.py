@@ -165,7 +165,8 @@ def test_several_processes_train_as_one(one, tmp_path, name, processes, per_row,
         for expected, found in zip(alone["evaluations"], together["evaluations"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5), kind
             assert kind == "taught" or abs(found["eval_loss"] - found["eval_averaged_loss"]) > 1e-3
-        assert len(together["evaluations"]) == 2 * ("averaged" in checkpoints or kind == "taught")
+        assert len(together["evaluations"]) == (3 if kind == "taught" else 2 * ("averaged" in checkpoints))
+        assert together["predicted"] == alone["predicted"]
         if kind == "clip":
             assert [log["heads_over_threshold"] for log in together["history"]][:2] == [12, 4]
         if kind == "taught":

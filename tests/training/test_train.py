@@ -17,7 +17,15 @@ import yaml
 from accelerate import ParallelismConfig
 from reference import autograd_functions
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
 import lsgpt_cli
 from lsgpt.training import LSGPTTrainer, RunResult, StepTimerCallback, build_trainer, count_bytes, parse_arguments
@@ -30,7 +38,8 @@ from lsgpt.training.context_parallel import (
 )
 from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
-from lsgpt.training.train import check_optimizer, check_stream
+from lsgpt.training.train import check_model, check_optimizer, check_stream
+from lsgpt.training.train import train as train_run
 
 
 RECIPE = {
@@ -179,10 +188,44 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
         ("--dataloader_num_workers=1", f"`dataloader_num_workers` must be {workers}, as before; got 1"),
         ("--per_device_train_batch_size=1", r"as many tokens as before \(1,728 in 9 steps\); got 96\. Otherwise"),
     ):
-        arguments = parse_arguments(None, ["--resume_from_checkpoint", str(whole / "checkpoint-9"), option])
+        resume = ["--resume_from_checkpoint", str(whole / "checkpoint-9"), "--output_dir", str(tmp_path / "more")]
+        arguments = parse_arguments(None, [*resume, option])
         with pytest.raises(ValueError, match=message):
             build_trainer(arguments)
         build_trainer(arguments._replace(training=replace(arguments.training, ignore_data_skip=True)))
+
+
+def test_a_run_does_not_go_on_as_another_model(tmp_path, tiny_config):
+    arguments = SimpleNamespace(build_config=lambda: tiny_config(sliding_window=8))
+    tiny_config(sliding_window=8, eos_token_id=5, use_cache=False).save_pretrained(tmp_path)  # which runs set
+    check_model(tmp_path, arguments)
+    tiny_config(sliding_window=4).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"`sliding_window` of the model must be as before \(4\) .*; got 8\. To change"
+    ):
+        check_model(tmp_path, arguments)
+
+
+def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
+    """Also if two begin together, because a folder is free until the training begins; and results are of the end."""
+    file, folder = recipe(max_steps=1, eval_strategy="no"), tmp_path / "run"
+    arguments = parse_arguments(file, ["--output_dir", str(folder)])
+    trainers = [build_trainer(arguments) for _ in range(2)]
+    train_run(trainers[0], arguments)
+    with monkeypatch.context() as other:
+        other.setattr("lsgpt.training.train.build_trainer", lambda *arguments: trainers[1])
+        assert lsgpt_cli.main(["train", str(file), "--output_dir", str(folder)]) == 2
+    assert f"another run has begun in '{folder}' meanwhile" in capsys.readouterr().err
+    assert (folder / "results.json").exists()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.Trainer.train", interrupt)
+    command = f"lsgpt train --resume_from_checkpoint {folder}"
+    assert lsgpt_cli.main([*command.split()[1:], "--max_steps", "9"]) == 130
+    assert f"To go on from the last checkpoint: {command}\n" in capsys.readouterr().out
+    assert not (folder / "results.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -487,6 +530,32 @@ def test_the_number_of_processes_must_be_the_product_of_the_sizes(tiny_model, tm
     args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
     with pytest.raises(ValueError, match="must be the number of processes, 1; got 2 x 3 x 1"):
         LSGPTTrainer(tiny_model(), args)
+
+
+def test_sequences_of_other_models_are_not_split(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("lsgpt.training.trainer.processes_per_row", lambda args: 2)
+    args = TrainingArguments(tmp_path, use_cpu=True)
+    LSGPTTrainer(tiny_model(), args)
+    llama = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=9))
+    with pytest.raises(ValueError, match=r"`cp_size` must be 1 for models other than LSGPTForCausalLM.* got LlamaFor"):
+        LSGPTTrainer(llama, args)
+
+
+def test_fsdp_does_not_round_the_number_of_labels(tiny_model, tmp_path):
+    """It casts tensors that a model gets to the dtype of its mixed precision, bfloat16, which has no 257."""
+    trainer = trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
+    trainer.is_fsdp_enabled = True
+    count = trainer._get_num_items_in_batch([{"labels": torch.ones(1, 258, dtype=torch.int64)}], "cpu")
+    assert type(count) is not torch.Tensor and count == 257
+
+
+def test_fsdp1_is_refused(tiny_model, tmp_path, monkeypatch):
+    def create(trainer):
+        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create)
+    with pytest.raises(ValueError, match=r"`fsdp_version` must be 2; got 1, as in old files of `accelerate config`"):
+        trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
 
 
 def test_context_parallelism_with_deepspeed_is_refused():

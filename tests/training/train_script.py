@@ -49,7 +49,7 @@ class EndInTheSecondStep(TrainerCallback):
 def train(folder: str | Path, kind: str):
     """
     A run of 6 steps; leaves checkpoints and `history.json` in `folder`. The runs `plain` and `resumed` average their
-    weights and evaluate, except with DeepSpeed; `taught` evaluates.
+    weights and evaluate, except with DeepSpeed; `taught` evaluates, also at the start, and predicts.
 
     Args:
         folder: Where to.
@@ -67,6 +67,7 @@ def train(folder: str | Path, kind: str):
         resume_from_checkpoint=checkpoint,
         eval_strategy="steps" if is_averaged or kind == "taught" else "no",
         eval_steps=3,
+        eval_on_start=kind == "taught",
         per_device_eval_batch_size=1,
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE * size // processes,
@@ -132,18 +133,21 @@ def train(folder: str | Path, kind: str):
             trainer.add_callback(EndInTheSecondStep())
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
+    parameter = type(model.lm_head.weight).__name__  # which a prediction with FSDP2 leaves whole
+    predicted = trainer.predict(held_out).predictions.shape if kind == "taught" else None
     if trainer.is_world_process_zero():
         how = {
             "processes": processes,
             "model": type(trainer.model_wrapped).__name__,
             "block": type(model.model.layers[0]).__name__,
-            "parameter": type(model.lm_head.weight).__name__,
+            "parameter": parameter,
         }
         history = [log for log in trainer.state.log_history if "loss" in log]
         names = ("step", "eval_loss", "eval_averaged_loss")
         logs = [log for log in trainer.state.log_history if "eval_loss" in log]
         evaluations = [{name: log[name] for name in names if name in log} for log in logs]
         result = {"how": how, "history": history, "evaluations": evaluations, "perplexity": perplexity}
+        result["predicted"] = predicted
         Path(folder, "history.json").write_text(json.dumps(result), encoding="utf-8")
 
 
