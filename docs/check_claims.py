@@ -336,7 +336,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(
             README,
-            "After an hour on one core, it is {}, shrinking; without global heads, {} more (perhaps 0).\n-",
+            "After one core-hour, it is {}, shrinking; without global heads, {} more (perhaps 0).\n-",
             mean(minus(loss["mhsa"], loss["ls"]), 2),
             mean(minus(loss["ls"], loss["local-only"]), 2),
         ),
@@ -537,6 +537,7 @@ def checks_of_pages() -> list[Check]:
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in (CLAIMS, AVERAGING, SOFT))
     studies = set(re.findall(r"studies/results/([\w-]+)/report\.md", pages))
     runs = {identity(line): line for study in sorted(studies) for line in lines_of(study)}
+    with_rope = [x for arm in ("mhsa-rope", "ls-rope") for x in integers(column("positions-long", arm, "max_logit"))]
     dirty = sum(line["environment"]["commit"].endswith("-dirty") for line in runs.values())
     return [
         *checks_of_logits(),
@@ -546,11 +547,8 @@ def checks_of_pages() -> list[Check]:
         *checks_of_explanation(),
         *checks_of_tools(),
         prose(CLAIMS, "{} of {} runs had uncommitted changes", dirty, len(runs)),
-        prose(
-            CLAIMS,
-            "one seed of `mhsa` reaches {}, of `ls` {}.\n",
-            *(decimal(results("positions-long")[arm][42]["max_logit"], 0) for arm in ("mhsa-rope", "ls-rope")),
-        ),
+        prose(CLAIMS, "two seeds' logits: `mhsa` {}, {}, `ls` {}, {}.\n", *with_rope),
+        prose(README, "(rotary positions: {}, {}; {}, {})", *with_rope),
     ]
 
 
