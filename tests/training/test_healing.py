@@ -504,8 +504,8 @@ def test_report_has_the_figures_before_and_after(printed_runs, tmp_path):
         assert measure_perplexity(model, trainer.eval_dataset, trainer.args) == pytest.approx(figure, rel=1e-4)
     report = Path("runs/heal/report.md").read_text(encoding="utf-8")
     for row in (
-        f"| teacher, `runs/smollm2` | {teacher:.2f} (1.000 of the teacher's) |",
-        f"| before the training, `runs/smollm2-ls` | {before:.2f} ({before / teacher:.3f} of the teacher's) |",
+        f"| teacher, `./runs/smollm2` | {teacher:.2f} (1.000 of the teacher's) |",
+        f"| before the training, `./runs/smollm2-ls` | {before:.2f} ({before / teacher:.3f} of the teacher's) |",
         f"| after the training | {after:.2f} ({after / teacher:.3f} of the teacher's) |",
     ):
         assert row in report

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate import ParallelismConfig
+from accelerate.state import GradientState
 from reference import autograd_functions
 from safetensors.torch import load_file
 from transformers import (
@@ -206,6 +207,21 @@ def test_a_run_does_not_go_on_as_another_model(tmp_path, tiny_config):
         check_model(tmp_path, arguments)
 
 
+def test_a_forward_without_labels_is_no_evaluation(tiny_model, monkeypatch):
+    """But a teacher's, or one of a prediction."""
+    loader = SimpleNamespace(remainder=1, total_batch_size=4, dataset=range(9))
+    monkeypatch.setattr(GradientState, "active_dataloader", loader, raising=False)
+    monkeypatch.setattr("lsgpt.training.context_parallel.split_sequences", lambda model, group: None)
+    mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
+    monkeypatch.setattr(ContextParallelismConfig, "get_device_mesh", lambda config: mesh)
+    model, ids = tiny_model(), torch.tensor([[1, 2]])
+    expected = model(ids).logits
+    ContextParallelismConfig(cp_size=2).split(model)
+    assert torch.equal(model(ids).logits, expected)
+    with pytest.raises(ValueError, match="the evaluation must have a multiple of 4 rows"):
+        model(ids, labels=ids)
+
+
 def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
     """Also if two begin together, because a folder is free until the training begins; and results are of the end."""
     file, folder = recipe(max_steps=1, eval_strategy="no"), tmp_path / "run"
@@ -223,6 +239,9 @@ def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("transformers.Trainer.train", interrupt)
     command = f"lsgpt train --resume_from_checkpoint {folder}"
+    other = yaml.safe_dump({**RECIPE["config_overrides"], "sliding_window": 4}, default_flow_style=True)
+    assert lsgpt_cli.main([*command.split()[1:], "--config_overrides", other]) == 2
+    assert "`sliding_window` of the model must be as before (8)" in capsys.readouterr().err
     assert lsgpt_cli.main([*command.split()[1:], "--max_steps", "9"]) == 130
     assert f"To go on from the last checkpoint: {command}\n" in capsys.readouterr().out
     assert not (folder / "results.json").exists()
