@@ -286,9 +286,11 @@ def test_which_files_of_a_folder_are_read(tmp_path):
     (folder / "more").symlink_to(tmp_path / "elsewhere")
     found = load_documents(str(folder))["train"]["text"]
     assert [text[:4] for text in found] == ["plai", "link"]
-    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"must not be a folder of `save_to_disk`; got .*saved'\. Load it with"):
-        load_documents(str(tmp_path / "saved"))
+    documents = Dataset.from_dict({"text": TEXTS})
+    for number, saved in enumerate((documents, DatasetDict(train=documents))):
+        saved.save_to_disk(tmp_path / f"saved-{number}")
+        with pytest.raises(ValueError, match=r"must not be a folder of `save_to_disk`; got .*saved.*\. Load it with"):
+            load_documents(str(tmp_path / f"saved-{number}"))
 
 
 def test_which_documents_are_held_out(tmp_path):

@@ -244,6 +244,8 @@ def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
     assert "`sliding_window` of the model must be as before (8)" in capsys.readouterr().err
     assert lsgpt_cli.main([*command.split()[1:], "--max_steps", "9"]) == 130
     assert f"To go on from the last checkpoint: {command}\n" in capsys.readouterr().out
+    assert lsgpt_cli.main(["train", str(file), "--output_dir", str(tmp_path / "another")]) == 130
+    assert "To go on" not in capsys.readouterr().out
     assert not (folder / "results.json").exists()
 
 
