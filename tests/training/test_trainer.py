@@ -1,0 +1,181 @@
+"""`LSGPTTrainer`, and what several processes need of any `Trainer`, seen in one process."""
+
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.state import GradientState
+from reference import autograd_functions
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from lsgpt.training import LSGPTTrainer, StepTimerCallback
+from lsgpt.training.context_parallel import (
+    ContextParallelismConfig,
+    check_parallelism,
+    evaluation_inputs,
+    processes_per_row,
+)
+
+
+def trainer_of(kind, model, folder, **kwargs):
+    smoothing = kwargs.pop("label_smoothing_factor", 0.0)
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", label_smoothing_factor=smoothing)
+    return kind(model=model.train(), args=args, **kwargs)
+
+
+def test_a_forward_without_labels_is_no_evaluation(tiny_model, monkeypatch):
+    """But a teacher's, or one of a prediction."""
+    loader = SimpleNamespace(remainder=1, total_batch_size=4, dataset=range(9))
+    monkeypatch.setattr(GradientState, "active_dataloader", loader, raising=False)
+    monkeypatch.setattr("lsgpt.training.context_parallel.split_sequences", lambda model, group: None)
+    mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
+    monkeypatch.setattr(ContextParallelismConfig, "get_device_mesh", lambda config: mesh)
+    model, ids = tiny_model(), torch.tensor([[1, 2]])
+    expected = model(ids).logits
+    ContextParallelismConfig(cp_size=2).split(model)
+    assert torch.equal(model(ids).logits, expected)
+    with pytest.raises(ValueError, match="the evaluation must have a multiple of 4 rows"):
+        model(ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, [40, 40, 40, 20] * 2),  # the last step of a pass has what is left of the seven rows
+        ({"dataloader_drop_last": True}, [40] * 6),
+        ({"gradient_accumulation_steps": 3}, [120, 20] * 2),
+        ({"include_num_input_tokens_seen": "all"}, [40, 40, 40, 20] * 2),  # counted by the Trainer
+        ({"auto_find_batch_size": True, "per_device_train_batch_size": 6}, [60, 60, 20] * 2),
+    ],
+)
+def test_tokens_are_those_that_were_trained_on(tiny_model, tmp_path, options, tokens):
+    model, seen = tiny_model().train(), []
+
+    def remember(model, args, inputs):
+        if len(inputs["input_ids"]) > 3:
+            raise RuntimeError("CUDA out of memory.")
+        seen.append(inputs["input_ids"].numel())
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    rows = [{"input_ids": [i] * 20, "labels": [i] * 20} for i in range(7)]
+    timer = StepTimerCallback()
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_strategy": "no", **options}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", **settings)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[timer])
+    trainer.train()
+    assert timer.tokens == tokens or "auto_find_batch_size" in options
+    assert trainer.state.num_input_tokens_seen == sum(timer.tokens) == sum(seen)
+    timer.seconds = [1.0] * len(timer.tokens)
+    assert timer.tokens_per_second == statistics.median(timer.tokens[3:] or timer.tokens)
+
+
+def test_context_parallelism_is_ours_and_sequence_parallelism_refused(tmp_path, monkeypatch):
+    config = ParallelismConfig(cp_size=2, dp_shard_size=3, dp_replicate_size=4)
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
+    check_parallelism(args)
+    assert isinstance(args.parallelism_config, ContextParallelismConfig) and not args.parallelism_config.cp_enabled
+    assert (args.parallelism_config.cp_size, args.parallelism_config.dp_shard_size) == (2, 3)
+    assert args.parallelism_config.dp_replicate_size == 4
+    # As `accelerate launch` tells it.
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    args = TrainingArguments(tmp_path, use_cpu=True)
+    check_parallelism(args)
+    assert args.parallelism_config.cp_size == processes_per_row(args) == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(ValueError, match=r"`sp_size` of `parallelism_config` must be 1; got 2.* Use `cp_size`"):
+        check_parallelism(TrainingArguments(tmp_path, use_cpu=True))
+
+
+def test_the_number_of_processes_must_be_the_product_of_the_sizes(tiny_model, tmp_path):
+    config = ContextParallelismConfig(cp_size=2, dp_shard_size=3)
+    args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
+    with pytest.raises(ValueError, match="must be the number of processes, 1; got 2 x 3 x 1"):
+        LSGPTTrainer(tiny_model(), args)
+
+
+def test_sequences_of_other_models_are_not_split(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("lsgpt.training.trainer.processes_per_row", lambda args: 2)
+    args = TrainingArguments(tmp_path, use_cpu=True)
+    LSGPTTrainer(tiny_model(), args)
+    llama = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=9))
+    with pytest.raises(ValueError, match=r"`cp_size` must be 1 for models other than LSGPTForCausalLM.* got LlamaFor"):
+        LSGPTTrainer(llama, args)
+
+
+def test_fsdp_does_not_round_the_number_of_labels(tiny_model, tmp_path):
+    """It casts tensors that a model gets to the dtype of its mixed precision, bfloat16, which has no 257."""
+    trainer = trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
+    trainer.is_fsdp_enabled = True
+    count = trainer._get_num_items_in_batch([{"labels": torch.ones(1, 258, dtype=torch.int64)}], "cpu")
+    assert type(count) is not torch.Tensor and count == 257
+
+
+def test_fsdp1_is_refused(tiny_model, tmp_path, monkeypatch):
+    def create(trainer):
+        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create)
+    with pytest.raises(ValueError, match=r"`fsdp_version` must be 2; got 1, as in old files of `accelerate config`"):
+        trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
+
+
+def test_context_parallelism_with_deepspeed_is_refused():
+    accelerator = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
+    with pytest.raises(ValueError, match=r"`cp_size` must be 1 with DeepSpeed.* got 2. Use FSDP2"):
+        ContextParallelismConfig(cp_size=2)._validate_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("remainder", [0, 1])
+def test_the_stock_trainers_evaluation_of_repeated_rows_is_exact_or_refused(remainder):
+    loader = SimpleNamespace(remainder=remainder, total_batch_size=4, dataset=range(8 + remainder))
+    inputs = {"num_items_in_batch": 3}
+    if remainder:
+        with pytest.raises(ValueError, match=r"must have a multiple of 4 rows if 2 processes share .* got 9"):
+            evaluation_inputs(inputs, loader, 2)
+        loader.is_for_all_processes = True
+    assert evaluation_inputs(inputs, loader, 2) == {"num_items_in_batch": 6} and evaluation_inputs({}, loader, 2) == {}
+
+
+def test_training_steps_do_without_logits(tiny_model, tmp_path):
+    """By the fused loss; evaluations have logits, and so has a loss function of the user."""
+    trainer = trainer_of(LSGPTTrainer, tiny_model(), tmp_path)
+    input_ids = torch.randint(97, (2, 12))
+    batch = {"input_ids": input_ids, "labels": input_ids}
+    loss, output = trainer.compute_loss(trainer.model, dict(batch), return_outputs=True, num_items_in_batch=22)
+    assert "logits" not in output
+    assert "LinearCrossEntropyBackward" in autograd_functions(loss)
+    usual_loss, usual_output = trainer.compute_loss(trainer.model.eval(), dict(batch), return_outputs=True)
+    assert "logits" in usual_output
+    torch.testing.assert_close(loss, usual_loss)
+
+    def mean_logit(outputs, labels, num_items_in_batch=None):
+        assert torch.equal(labels, input_ids)
+        return outputs.logits.mean()
+
+    own = trainer_of(LSGPTTrainer, tiny_model(), tmp_path, compute_loss_func=mean_logit)
+    expected = own.model(input_ids).logits.mean()
+    torch.testing.assert_close(own.compute_loss(own.model, dict(batch)), expected)
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer.compute_loss(trainer.model.train(), {"input_ids": input_ids})
+
+
+@pytest.mark.parametrize("kind", [Trainer, LSGPTTrainer])
+def test_smoothed_labels_are_shifted(tiny_model, tmp_path, kind):
+    """A share of the target goes to all tokens alike; the target is the next token, as without smoothing."""
+    trainer = trainer_of(kind, tiny_model(), tmp_path, label_smoothing_factor=0.1)
+    input_ids = torch.randint(97, (2, 12))
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    loss = trainer.compute_loss(trainer.model, {"input_ids": input_ids, "labels": labels.clone()})
+    log_probabilities = trainer.model(input_ids).logits[:, :-1].log_softmax(dim=-1)
+    losses = [
+        -0.9 * log_probabilities[row, position, target] - 0.1 * log_probabilities[row, position].mean()
+        for (row, position), target in zip(torch.cartesian_prod(*map(torch.arange, (2, 11))), labels[:, 1:].flatten())
+        if target != -100
+    ]
+    assert len(losses) == 19
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
