@@ -218,8 +218,9 @@ def qk_clip(model: nn.Module, maxima: torch.Tensor, threshold: float):
 
 def _scale_rows(parameter: nn.Parameter, scale: torch.Tensor):
     """Scales the rows in place. If they are sharded over processes (FSDP2), each process scales its own rows."""
-    scale = scale.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    parameter.mul_(scale)
+        scale = scale.redistribute(placements=parameter.placements).to_local()
+        parameter = parameter.to_local()  # which may be offloaded to the CPU, unlike the mesh
+    parameter.mul_(scale.to(parameter.device, parameter.dtype))
