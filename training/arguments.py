@@ -129,6 +129,8 @@ def _read_yaml(value):
 
 OURS = (ModelArguments, DataArguments, RunArguments)
 _KINDS = {f.name: f.type for argument_type in (*OURS, TrainingArguments) for f in fields(argument_type) if f.init}
+"""All fields, with their annotations."""
+
 ADAGC = "adagc"
 
 _SMALLEST = {
@@ -278,7 +280,7 @@ def _read_recipe(recipe: str | Path | dict) -> dict:
             values[field] = "no"  # which YAML reads as false
     for field, value in values.items():
         kinds = str(_KINDS[field])
-        if value is None and "None" not in kinds:
+        if value is None and not re.search("None|Optional", kinds):
             raise ValueError(f"`{field}` of recipe {name} must have a value; got null, which is none")
         if isinstance(value, list | dict) and not re.search("list|dict", kinds):
             raise ValueError(f"`{field}` of recipe {name} must be one value; got {value}")

@@ -27,12 +27,14 @@ def make_folder(args: TrainingArguments):
             f"`output_dir` must be a new or an empty folder, or that of the run to resume; got {str(folder)!r}, which "
             f"is not empty. {remedy}"
         )
-    if is_own and (last := find_checkpoint(folder)).resolve() not in (checkpoint, checkpoint.parent):
-        raise ValueError(
-            "`resume_from_checkpoint` must be the last checkpoint of its run; got "
-            f"{args.resume_from_checkpoint!r}, but {str(last)!r} is later, and the run would resume from that one the "
-            "next time. To go back, delete the later ones, or continue in another folder with --output_dir"
-        )
+    if is_own:
+        step = _complete_checkpoints(checkpoint)[checkpoint]
+        if later := [str(place) for place, other in _complete_checkpoints(folder).items() if other > step]:
+            raise ValueError(
+                "`resume_from_checkpoint` must be the last checkpoint of its run; got "
+                f"{args.resume_from_checkpoint!r}, but {later[0]!r} is later, and the run would resume from that one "
+                "the next time. To go back, delete the later ones, or continue in another folder with --output_dir"
+            )
     check_writable(folder, "`output_dir`")
     folder.mkdir(parents=True, exist_ok=True)
 

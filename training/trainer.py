@@ -48,8 +48,9 @@ class LSGPTTrainer(Trainer):
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
 
         Raises:
-            ValueError: If one option would make another ineffective, for sequence parallelism, or with `z_loss` or a
-                `teacher` if the model is no LSGPT language model, which computes these losses.
+            ValueError: If one option would make another ineffective; for sequence parallelism and FSDP1; or with
+                `z_loss`, a `teacher` or context parallelism if the model is no LSGPT language model, which computes
+                these losses.
         """
         self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card

@@ -278,6 +278,10 @@ def test_a_run_that_resumes_overwrites_no_other(tmp_path, monkeypatch):
         make_folder(parse_arguments(None, [*resume, folder]).training)
     with pytest.raises(ValueError, match=r"must be a new or an empty folder, or that of the run to resume; got 'b'"):
         make_folder(parse_arguments(None, [*resume, "b"]).training)
+    write_checkpoint(tmp_path / "a" / "checkpoint-4-copy", '{"global_step": 4}')
+    write_checkpoint(tmp_path / "a" / "best", '{"global_step": 4}')
+    for name in ("checkpoint-4", "checkpoint-4-copy", "best"):
+        make_folder(parse_arguments(None, ["--resume_from_checkpoint", f"a/{name}", "--output_dir", "a"]).training)
     write_checkpoint(tmp_path / "a" / "checkpoint-10", '{"global_step": 10}')
     make_folder(parse_arguments(None, [*resume, "other"]).training)
     for folder in ("a", "link"):  # the abandoned steps would win the next time

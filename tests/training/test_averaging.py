@@ -568,46 +568,6 @@ def test_fsdp1_is_refused(tmp_path, monkeypatch):
         AveragedWeightsCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
-SHARDED = """
-import sys
-from accelerate.state import PartialState
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers.distributed import DistributedConfig
-import lsgpt
-from lsgpt.training import AveragedWeightsCallback
-
-folder = sys.argv[1]
-args = TrainingArguments(
-    folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3, learning_rate=0.01, save_strategy="no",
-    adam_epsilon=1e-4,  # above rounding
-    per_device_train_batch_size=8 // int(sys.argv[2]),
-)
-sharding = {"distributed_config": DistributedConfig(fsdp_size=2)} if args.world_size > 1 else {}
-model = AutoModelForCausalLM.from_pretrained(folder + "/start", **sharding)
-rows = [{"input_ids": [(7 * i + j * j) % 97 for j in range(12)]} for i in range(24)]
-data = [{**row, "labels": row["input_ids"]} for row in rows]
-trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.5)])
-trainer.train()
-trainer.save_model(folder + "/raw")
-"""
-
-
-def test_a_model_that_transformers_has_sharded(tiny_model, tmp_path):
-    """By `from_pretrained`, and not by Accelerate: all processes save it together."""
-    for processes in (1, 2):
-        tiny_model(vocab_size=97).save_pretrained(tmp_path / str(processes) / "start")
-        fresh.run_together(processes, "-c", SHARDED, tmp_path / str(processes), processes, CUDA_VISIBLE_DEVICES="")
-    for name in ("averaged", "raw"):
-        expected, found = (
-            copies(AutoModelForCausalLM.from_pretrained(tmp_path / number / name)) for number in ("1", "2")
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert not torch.equal(
-        found["model.norm.weight"],
-        copies(AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "averaged"))["model.norm.weight"],
-    )
-
-
 def test_hyperparameter_search_is_refused(tmp_path):
     trainer = trainer_of(gpt2(), tmp_path)
     trainer.state.is_hyper_param_search = True

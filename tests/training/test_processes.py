@@ -203,6 +203,42 @@ def assert_same_checkpoint(found: Path, expected: Path):
     assert code <= {file.name for file in found.glob("*.py")}
 
 
+SHARDED = """
+import sys
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+import lsgpt
+from lsgpt.training import AveragedWeightsCallback
+
+folder = sys.argv[1]
+args = TrainingArguments(
+    folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3, learning_rate=0.01, save_strategy="no",
+    adam_epsilon=1e-4,  # above rounding
+    per_device_train_batch_size=8 // int(sys.argv[2]),
+)
+sharding = {"distributed_config": DistributedConfig(fsdp_size=2)} if args.world_size > 1 else {}
+model = AutoModelForCausalLM.from_pretrained(folder + "/start", **sharding)
+rows = [{"input_ids": [(7 * i + j * j) % 97 for j in range(12)]} for i in range(24)]
+data = [{**row, "labels": row["input_ids"]} for row in rows]
+trainer = Trainer(model, args, train_dataset=data, callbacks=[AveragedWeightsCallback("ema", decay=0.5)])
+trainer.train()
+trainer.save_model(folder + "/raw")
+"""
+
+
+def test_a_model_that_transformers_has_sharded(tiny_model, tmp_path):
+    """By `from_pretrained`, and not by Accelerate: all processes save it together."""
+    for processes in (1, 2):
+        tiny_model(vocab_size=97).save_pretrained(tmp_path / str(processes) / "start")
+        fresh.run_together(processes, "-c", SHARDED, tmp_path / str(processes), processes, CUDA_VISIBLE_DEVICES="")
+    norms = []
+    for name in ("averaged", "raw"):
+        one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / count / name).state_dict() for count in ("1", "2"))
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+        norms.append(two["model.norm.weight"])
+    assert not torch.equal(*norms)
+
+
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
