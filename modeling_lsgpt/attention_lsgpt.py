@@ -198,7 +198,8 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     window = v.window or v.kv_length
     if torch.jit.is_tracing():  # would hard-code every decision below, whatever the length of later inputs
         return _fill_empty_rows(v.dense(), v)
-    if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window:
+    has_slots = v.has_empty_slots and not v.ends_with_queries
+    if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window and not has_slots:
         return _fill_empty_rows(blocked_mask(v), v)
     # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
     if not is_torchdynamo_exporting():
@@ -207,9 +208,9 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
         is_causal = is_first and v.q_length <= window and not v.has_sinks
         if has_all and (v.sees_everything or is_causal):
             return None
-        is_end = isinstance(v.q_offset, int) and v.q_offset + v.q_length == v.kv_offset + v.kv_length
         is_large = v.q_length > 1 and v.q_length * v.kv_length >= MASKED_PAIRS
-        if v.is_plain and is_end and is_large and v.kv_length <= window and not v.has_sinks and not is_tracing():
+        is_past = v.is_plain and v.ends_with_queries and not v.has_sinks and not is_tracing()
+        if is_past and is_large and v.kv_length <= window:
             return Past(v.kv_length - v.q_length)
     return _fill_empty_rows(v.dense(), v)
 

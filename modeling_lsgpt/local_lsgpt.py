@@ -88,8 +88,12 @@ def blocked_attention_forward(
             sinks = sinks.expand(batch_size, -1, -1, -1).flatten(0, 1)
         sinks = _stack_sinks(sinks, num_kv_heads, block_length)
         output = _attend_with_sinks(query, keys, values, mask, sinks, scaling, dropout)
-    output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4)
-    return output.reshape(batch_size, -1, num_heads, head_dim)[:, :q_length]
+    output = output.unflatten(2, (groups, block_length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    output = output.unflatten(0, (batch_size, num_blocks))
+    if torch.compiler.is_exporting():  # flattened and cut, the program would refuse some lengths
+        token = torch.arange(q_length, device=output.device)
+        return output[:, token // block_length, token % block_length]
+    return output.flatten(1, 2)[:, :q_length]
 
 
 class _CutKeys(torch.autograd.Function):

@@ -124,6 +124,11 @@ class Visibility:
         return self.q_length == self.kv_length and not self.has_empty_slots
 
     @property
+    def ends_with_queries(self) -> bool:
+        """Whether the last key belongs to the last query, as far as this is known without reading a tensor."""
+        return isinstance(self.q_offset, int) and self.q_offset + self.q_length == self.kv_offset + self.kv_length
+
+    @property
     def sees_everything(self) -> bool:
         """Whether there is a single query and it sees every key, except for padding and other documents."""
         is_inside = self.window is None or self.kv_length <= self.window

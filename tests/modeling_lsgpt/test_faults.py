@@ -7,8 +7,10 @@ from itertools import product
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
+from transformers import Cache, DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.distributed import DistributedConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
 
@@ -371,15 +373,43 @@ def test_a_prompt_and_a_step_with_a_dynamic_cache_are_exported(tiny_model):
     torch.testing.assert_close(actual, model(ids).logits[:, 19:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 3])
 @torch.no_grad()
-def test_decoding_with_a_static_cache_is_exported(tiny_model):
-    model, ids = tiny_model(), torch.randint(97, (1, 14))
+def test_decoding_with_a_static_cache_is_exported(tiny_model, length):
+    model, ids = tiny_model(), torch.randint(97, (1, 15))
     expected, cache = model(ids).logits, {"batch_size": 1, "max_cache_len": 20}
     model.generation_config = GenerationConfig(cache_implementation="static", cache_config=cache)
-    step, position = ids[:, :1], torch.tensor([0])
-    program = TorchExportableModuleForDecoderOnlyLM(model).export(input_ids=step, cache_position=position).module()
-    logits = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(ids.shape[1])]
+    chunks = [
+        {"input_ids": ids[:, i : i + length], "cache_position": torch.arange(i, i + length)}
+        for i in range(0, ids.shape[1], length)
+    ]
+    program = TorchExportableModuleForDecoderOnlyLM(model).export(**chunks[0]).module()
+    logits = [program(**chunk) for chunk in chunks]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_local_heads_with_a_static_cache_of_full_size(tiny_model, engine):
+    """Its keys end with empty slots, not with the last query's."""
+    model, ids = tiny_model(engine=engine), torch.randint(97, (1, 30))
+    cache = Cache(layers=[StaticLayer(max_cache_len=40) for _ in model.config.cache_layers])
+    logits = [model(chunk, **{CACHE: cache}).logits for chunk in ids.split([20, 3, 1, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [Dim.AUTO, Dim("length", min=65, max=96)])
+@torch.no_grad()
+def test_an_exported_program_takes_every_length(tiny_model, length):
+    """Also those that fill the blocks of local heads, of 64 queries."""
+    model, ids = tiny_model(max_position_embeddings=256), torch.randint(97, (2, 80))
+    sizes = {"input_ids": {0: Dim.AUTO, 1: length}, "use_cache": None}
+    program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=sizes).module()
+    for number in [65, 96] if isinstance(length, Dim) else [65, 127, 128, 129, 192]:
+        ids = torch.randint(97, (3, number))
+        torch.testing.assert_close(
+            program(input_ids=ids, use_cache=False).logits, model(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("length", [6, 20])
