@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import extract_model_from_parallel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
@@ -133,6 +134,7 @@ class AveragedWeightsCallback(TrainerCallback):
         if self.kind == "bema":
             self._parts |= {"ema": {}, "start": {}}
         self._trainer: Trainer | None = None
+        self._model: nn.Module | None = None  # whose averages these are
         self._saved: Path | None = None  # the checkpoint that has its averages before `on_save`
 
     def attach(self, trainer: Trainer):
@@ -162,6 +164,7 @@ class AveragedWeightsCallback(TrainerCallback):
         weights = _trained_weights(model)
         if not weights:
             raise ValueError("`model` must have a trainable parameter; got one with only frozen parameters")
+        self._model = _unwrap(model)
         if state.global_step > 0:
             self._load(args, state, model)
             return
@@ -255,6 +258,8 @@ class AveragedWeightsCallback(TrainerCallback):
         """Returns the trained weights, in the order of the averages."""
         if not self.averages:
             raise ValueError("there is no average yet: it starts with `Trainer.train`")
+        if _unwrap(model) is not self._model:
+            raise ValueError("`model` must be the one that was trained last; got another, which has no average here")
         weights = _trained_weights(model)
         if different := sorted(weights.keys() ^ self.averages.keys()):
             raise ValueError(
@@ -285,7 +290,8 @@ class AveragedWeightsCallback(TrainerCallback):
         Replaces the `evaluation_loop` of an attached Trainer, `raw_loop`. The raw weights are evaluated last, with the
         same random numbers as without averages, so that the training and metrics with a state continue as without.
         """
-        if not self.averages or kwargs.get("description") != "Evaluation":
+        is_another = _unwrap(trainer.model) is not self._model  # one callback can serve one Trainer after another
+        if not self.averages or is_another or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
         named = {**kwargs, "metric_key_prefix": f"{kwargs.get('metric_key_prefix', 'eval')}_{self.name}"}
         with self.averaged_weights(trainer.model), _keep_random_state(trainer.args.device):
@@ -358,6 +364,10 @@ def _check_kind(file: Path, kind: str):
 def _read_metadata(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as tensors:
         return tensors.metadata()
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -295,6 +295,22 @@ def test_each_training_begins_a_new_average(tmp_path):
     assert_averages(callback, remembered, "ema", decay=0.7)
 
 
+def test_averages_belong_to_the_model_that_was_trained_last(tmp_path):
+    """Not to the model of an earlier Trainer with the same callback, whose parameters have the same names."""
+    callback = AveragedWeightsCallback("ema", decay=0.7)
+    options = {"max_steps": 1, "eval_dataset": random_rows()[:4]}
+    first, last = (trainer_of(gpt2(), tmp_path, callback, **options) for _ in range(2))
+    for trainer in (first, last):
+        callback.attach(trainer)
+        trainer.train()
+        assert "eval_averaged_loss" in trainer.evaluate()
+    assert "eval_averaged_loss" not in first.evaluate()
+    with pytest.raises(ValueError, match="`model` must be the one that was trained last"):
+        callback.save_pretrained(first.model, tmp_path / "x")
+    first.train()
+    callback.save_pretrained(first.model, tmp_path / "x")
+
+
 def test_frozen_parameters_and_buffers_are_the_models_own(tmp_path):
     model = gpt2()
     model.register_buffer("num_batches", torch.zeros(()))

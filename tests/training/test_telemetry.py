@@ -185,8 +185,11 @@ def exploding(tiny_model, **values):
 def test_stop_saves_and_ends(tiny_model, tmp_path):
     callback = LogitTelemetryCallback(every_n_steps=2, threshold=20, on_explosion="stop")
     trainer = train(exploding(tiny_model).train(), tmp_path, callback)
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == callback.stop_step == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    callback.threshold = math.inf
+    trainer.train()  # a search over hyperparameters has the same callback in all its trainings
+    assert callback.stop_step is None
 
 
 def test_explosions_are_warned_of_by_default(tiny_model, tmp_path, caplog, monkeypatch):
