@@ -200,7 +200,9 @@ shortened to 16, 64, 256 and 512 tokens; the part of the logits that is due to p
 and the rest; and where heads look (8 texts), compared with equal weights. The runs with learned positions are those
 of long-training (two seeds). Nothing is said about global heads in text unless multi-head attention gains {GAIN:g}
 nats or more from context beyond 64 tokens. In earlier runs, differences in loss had a standard deviation of about
-0.03 nats between seeds, those of the logarithms of logits about 0.3."""
+0.03 nats between seeds, those of the logarithms of logits about 0.3. `mhsa-rope` and `ls-rope` were trained on a CPU,
+`mhsa-rope-qknorm` on a GPU, the others on a GPU to about step 15,000 and then on a CPU, all in float32; of runs that
+were interrupted, the time counts from the last resumption."""
     gate = use_of_context("mhsa-rope", 512)
     comparisons = {
         "use-of-context": gate,
@@ -268,9 +270,10 @@ verdict. Every 20 steps, the largest logit is measured by layer and kind of head
 validation text (about a million tokens). Measured at steps 2,500 to 20,000: the validation loss; at the end: the
 loss of 16,384 tokens with the context shortened to 16, 64, 256, 512 and 2,048 tokens; the parts of the logits (8
 texts); and where heads look (4 texts). Nothing is said about global heads in text unless multi-head attention gains
-{GAIN:g} nats or more from context beyond 64 tokens. All runs were trained on a GPU and measured on a CPU. To try to break the
-result afterwards, `mhsa` and `ls` are trained again with seed 42 and one change each: no weight decay, half the rate,
-or initial weights half as large. The same bounds apply; these runs appear in no verdict."""
+{GAIN:g} nats or more from context beyond 64 tokens. All runs were trained on a GPU and measured on a CPU. Afterwards,
+to try to break the result, `mhsa` and `ls` were trained again with seed 42, without weight decay
+(`no-weight-decay.jsonl`) and at half the rate (`half-rate.jsonl`); these runs appear in no verdict, and those with
+initial weights half as large, which were planned, too, have not been made."""
     gate = use_of_context("mhsa", 2048)
     comparisons = {
         "use-of-context": gate,
