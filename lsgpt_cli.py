@@ -431,7 +431,7 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(name: str):
+def _load(name: str, **options):
     """Loads the tokenizer and the model of a checkpoint; raises `ValueError` if its files lack weights."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -441,7 +441,7 @@ def _load(name: str):
     place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here, from the Hub"
     try:
         tokenizer = load_tokenizer(name)
-        model = load_complete(name, device_map="auto")
+        model = load_complete(name, device_map="auto", **options)
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ValueError(f"cannot load a model and its tokenizer from {place}: {reason}") from error
@@ -467,7 +467,7 @@ def _inspect(args: argparse.Namespace) -> int:
     _check_checkpoint(args.model)
     from lsgpt.inspection.report import FILES, format_kinds, inspect_heads
 
-    tokenizer, model = _load(args.model)
+    tokenizer, model = _load(args.model, attn_implementation="eager")
     name = os.path.normpath(args.model)
     folder = args.output or os.path.join("runs", f"inspect-{os.path.basename(os.path.abspath(name))}")
     statistics = inspect_heads(model, tokenizer, args.text, folder, name, args.length, args.blocks, args.far)

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from lsgpt.modeling_lsgpt import GLOBAL, LOCAL, LSGPTConfig, LSGPTForCausalLM
 
-from .weights import model_from_weights
+from .weights import model_from_weights, without_false_ties
 
 
 NORM_TYPES = {
@@ -175,8 +175,9 @@ def convert_decoder(model: PreTrainedModel) -> LSGPTForCausalLM:
         ValueError: If LSGPT cannot express the configuration; the message names the field and its value.
     """
     weights = model.state_dict()
-    config = convert_config(model.config, weights)
+    source = without_false_ties(model.config, weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    config = convert_config(source, weights)
     converted = {}
     for name, tensor in weights.items():
-        converted |= convert_tensor(model.config, config, name, tensor)
+        converted |= convert_tensor(source, config, name, tensor)
     return model_from_weights(config, converted)

@@ -4,7 +4,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
-from .weights import model_from_weights, rename_gpt2
+from .weights import model_from_weights, rename_gpt2, without_false_ties
 
 
 def check_gpt2(config: GPT2Config):
@@ -28,8 +28,9 @@ def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
     Raises:
         ValueError: If LSGPT cannot express the configuration.
     """
-    gpt2 = model.config
-    check_gpt2(gpt2)
+    check_gpt2(model.config)
+    weights = model.state_dict()
+    gpt2 = without_false_ties(model.config, weights["lm_head.weight"], weights["transformer.wte.weight"])
     config = LSGPTConfig(
         vocab_size=gpt2.vocab_size,
         hidden_size=gpt2.n_embd,
@@ -53,6 +54,6 @@ def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:
     # The linear layers inside the blocks are `Conv1D`s, whose weights are transposed.
     weights = {
         name: tensor.t().contiguous() if tensor.ndim == 2 and ".h." in name else tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in weights.items()
     }
     return model_from_weights(config, rename_gpt2(weights, config.num_hidden_layers))

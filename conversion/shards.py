@@ -7,15 +7,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.utilities import refuse_not_finite
 
 from .decoders import convert_config, convert_tensor
-from .weights import model_from_weights
+from .weights import model_from_weights, without_false_ties
 
+
+TIED = "lm_head.weight", "model.embed_tokens.weight"
 
 MAX_SHARD_SIZE = 10**9
 """
@@ -44,8 +46,12 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
         original = AutoModelForCausalLM.from_config(source_config)
     files = {path: _read_shapes(path) for path in _find_files(source)}
     found = {name: shape for shapes in files.values() for name, shape in shapes.items()}
-    if source_config.tie_word_embeddings and "model.embed_tokens.weight" in found:
-        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
+    matrices = [_read(path, name) for name in TIED for path, shapes in files.items() if name in shapes]
+    if len(matrices) == 2:
+        source_config = without_false_ties(source_config, *matrices)
+    elif source_config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    del matrices
     if found != {name: tensor.shape for name, tensor in original.state_dict().items()}:
         return None
 
@@ -72,7 +78,7 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
             folder.rmdir()
         raise
     del tensor, new, pending
-    return _finish(config, _generation_config(source, original), folder, parts)
+    return _finish(config, _generation_config(source), folder, parts)
 
 
 def _find_files(source: str | Path) -> list[Path]:
@@ -100,11 +106,11 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return path
 
 
-def _generation_config(source: str | Path, original) -> GenerationConfig:
+def _generation_config(source: str | Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(source)
-    except OSError:  # there is no such file
-        return original.generation_config
+    except OSError:  # there is no such file: old checkpoints have such fields in their config.json
+        return GenerationConfig.from_pretrained(source, config_file_name=CONFIG_NAME)
 
 
 def _finish(

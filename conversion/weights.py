@@ -1,7 +1,10 @@
 """The weights of converted models: GPT-2's names, and models that are built from a state dict."""
 
+import copy
+
 import torch
 from accelerate import init_empty_weights
+from transformers import PreTrainedConfig
 
 from lsgpt.modeling_lsgpt import LSGPTConfig, LSGPTForCausalLM
 
@@ -25,6 +28,15 @@ def model_from_weights(config: LSGPTConfig, weights: dict[str, torch.Tensor]) ->
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     return model.to(model.device).eval()
+
+
+def without_false_ties(source: PreTrainedConfig, lm_head: torch.Tensor, embeddings: torch.Tensor) -> PreTrainedConfig:
+    """Returns the configuration, but untied if the weights differ: Transformers does not tie them then."""
+    if not source.tie_word_embeddings or torch.equal(lm_head, embeddings):
+        return source
+    source = copy.deepcopy(source)
+    source.tie_word_embeddings = False
+    return source
 
 
 def rename_gpt2(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

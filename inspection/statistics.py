@@ -247,9 +247,15 @@ def visit_layers(model: nn.Module, input_ids: torch.Tensor, visit: Callable[[Lay
         else:
             visible = mask[0] if mask.dtype == torch.bool else mask[0] > HIDDEN
             is_local = ~visible[:, -1, 0].cpu().expand(weights.shape[1])
+        visible = visible.to(weights.device)
+        if (weights[0] * ~visible).any():
+            raise ValueError(
+                f'`model` must be causal with "eager" attention; {type(layer).__name__} gives weight to tokens that a '
+                'query may not see. Load the model with attn_implementation="eager"'
+            )
         has_sink = torch.full_like(is_local, getattr(layer, "sinks", None) is not None)
         has_sink = has_sink & is_local if of_kinds else has_sink  # in LSGPT, local heads only
-        visit(LayerAttention(number, weights[0], visible.to(weights.device), is_local, has_sink))
+        visit(LayerAttention(number, weights[0], visible, is_local, has_sink))
         return (output[0], None, *output[2:])
 
     engine, was_training = decoder.config._attn_implementation, decoder.training

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    FalconConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -285,6 +286,15 @@ def test_models_without_attention_weights(build_any):
         attention_statistics(model, ids)
     assert model.config._attn_implementation == "sdpa"
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_models_that_cannot_be_switched_to_eager_attention():
+    """Falcon's mask for `sdpa` makes its weights not causal."""
+    config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    ids = torch.randint(3, 97, (1, LENGTH))
+    attention_statistics(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), ids)
+    with pytest.raises(ValueError, match=r'FalconAttention gives weight to tokens .* attn_implementation="eager"'):
+        attention_statistics(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), ids)
 
 
 def test_weights_that_are_not_finite(build_any):

@@ -116,8 +116,8 @@ def load_documents(
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty")
     if text_column not in columns:
         raise ValueError(
-            f"`text_column` must be one of the columns of {dataset_name!r} ({', '.join(columns)}); "
-            f"got {text_column!r}{suggest(text_column, columns)}"
+            f"the data must have a column {text_column!r} (recipes can name another as `text_column`); "
+            f"{dataset_name!r} has {', '.join(columns)}{suggest(text_column, columns)}"
         )
     for name, documents in splits.items():
         documents = documents.select_columns(text_column)

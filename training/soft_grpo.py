@@ -47,7 +47,7 @@ class SoftGRPOConfig(GRPOConfig):
     """
 
     gumbel_temperature: float = HfArg(default=0.1, help="Temperature tau of the weights of a soft step, positive.")
-    noise_factor: float = HfArg(default=1.0, help="Scale of the Gumbel noise of a soft step, 0 or more; published: 1.")
+    noise_factor: float = HfArg(default=1.0, help="Scale of the Gumbel noise of a soft step, positive; published: 1.")
     end_of_thinking: str = HfArg(default="</think>", help="The token of the tokenizer that ends the soft thinking.")
     max_thinking_tokens: int | None = HfArg(
         default=None,
@@ -68,6 +68,8 @@ class SoftGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         check_sampling(**self.sampling)
+        if self.noise_factor == 0:
+            raise ValueError("`noise_factor` must be positive: without noise, soft steps have no density; got 0")
         required = {"use_vllm": False, "use_transformers_continuous_batching": False, "use_transformers_paged": False}
         required |= {"cache_implementation": None, "generation_kwargs": None, "min_p": None, "repetition_penalty": 1.0}
         for name, default in required.items():
@@ -202,7 +204,7 @@ class SoftGRPOTrainer(GRPOTrainer):
                 outputs = run_decoder(model, inputs_embeds, attention_mask[rows], logits_to_keep + 1, use_cache=False)
             logits = outputs.logits[:, -logits_to_keep - 1 : -1]
             is_padding = attention_mask[rows, -logits_to_keep:] == 0
-            scores = completion_log_probs(logits, token_ids, *steps, self.temperature)
+            scores = completion_log_probs(logits, token_ids, *steps, self.temperature, self.args.noise_factor)
             log_probs.append(scores.masked_fill(is_padding, 0))
             if compute_entropy:
                 with torch.set_grad_enabled(train_entropy):  # usually only logged, and its graph is large

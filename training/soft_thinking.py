@@ -75,18 +75,23 @@ def soft_weights(noisy_log_probs: torch.Tensor, gumbel_temperature: float) -> to
 
 
 def soft_log_probs(
-    logits: torch.Tensor, candidate_ids: torch.Tensor, noisy_log_probs: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    noisy_log_probs: torch.Tensor,
+    temperature: float = 1.0,
+    noise_factor: float = 1.0,
 ) -> torch.Tensor:
     """
     Returns the log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of
-    the noise `g = clamp(u - log(p + 1e-6), -1.5, 3)`, averaged over the candidates with `log(p + 1e-6) > -3`.
+    the noise `g = clamp((u - log(p + 1e-6)) / noise_factor, -1.5, 3)`, averaged over the candidates with
+    `log(p + 1e-6) > -3`. (The density of u has a constant besides, which ratios do not.)
 
     Logits are `(..., V)`, candidates and u `(..., k)`, and the result `(...)`. The gradient flows through p, the
     probabilities among the candidates only. If none of them is likely enough, the log-probability is 0.
     """
     probabilities = (in_float32(logits).gather(-1, candidate_ids) / temperature).softmax(-1)
     log_probs = (probabilities + SMALLEST_PROBABILITY).log()
-    gumbel = (noisy_log_probs - log_probs).clamp(*GUMBEL_BOUNDS)
+    gumbel = ((noisy_log_probs - log_probs) / noise_factor).clamp(*GUMBEL_BOUNDS)
     is_counted = log_probs > LOWEST_LOG_PROBABILITY
     density = (-gumbel - (-gumbel).exp()) * is_counted
     return density.sum(-1) / is_counted.sum(-1).clamp(min=1)
@@ -99,13 +104,14 @@ def completion_log_probs(
     noisy_log_probs: torch.Tensor,
     is_soft: torch.Tensor,
     temperature: float = 1.0,
+    noise_factor: float = 1.0,
 ) -> torch.Tensor:
     """
     Returns the log-probability of each step of completions, `(B, C)`: `soft_log_probs` for a soft step, the
     log-probability of the token for any other. `logits` `(B, C, V)` are those from which each step was drawn; for the
     other tensors, see `SoftRollout`.
     """
-    soft = soft_log_probs(logits, candidate_ids, noisy_log_probs, temperature)
+    soft = soft_log_probs(logits, candidate_ids, noisy_log_probs, temperature, noise_factor)
     discrete = (in_float32(logits) / temperature).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
     return torch.where(is_soft, soft, discrete)
 

@@ -280,6 +280,15 @@ def test_gpt2(options):
     assert (logits_of(with_global_heads(model, scattered, window=39)) - logits_of(gpt2)).abs().max() > 1e-4
 
 
+def test_gpt2_with_an_output_projection_of_its_own():
+    """Transformers leaves such weights untied, whatever the configuration says."""
+    gpt2 = make_gpt2(tie_word_embeddings=False)
+    gpt2.config.tie_word_embeddings = True
+    model = convert_pretrained(gpt2)
+    torch.testing.assert_close(logits_of(model), logits_of(gpt2), **EXACT)
+    assert not model.config.tie_word_embeddings and gpt2.config.tie_word_embeddings
+
+
 def test_chosen_heads_stay_global_wherever_they_stand():
     weights = make_state_dict({"c_attn": 5}, bias=True, width=25, size=25, inner=100)
     model = convert_nanogpt(weights, {**SIZES, "n_embd": 25})

@@ -425,6 +425,31 @@ def test_converted_tensor_by_tensor_it_is_what_it_is_when_it_is_loaded(config_cl
     assert index["metadata"]["total_size"] == 2 * model.num_parameters()
 
 
+@pytest.mark.parametrize("config_class", [LlamaConfig, Gemma3TextConfig])
+def test_an_output_projection_of_its_own_beside_a_configuration_that_ties(config_class, tmp_path):
+    """As in Transformers, which does not tie matrices that differ; equal ones are tied."""
+    values = GEMMA if config_class is Gemma3TextConfig else {}
+    for name in ("own", "equal"):
+        model = make_source(config_class, **values | {"tie_word_embeddings": name == "equal"})
+        model.save_pretrained(tmp_path / name)
+        change_config(tmp_path / name, tie_word_embeddings=True)
+        weights = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.clone()}
+        save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        ids = torch.randint(4, 97, (2, 50))
+        loaded = load_pretrained(tmp_path / name)
+        for converted in (convert(tmp_path / name, tmp_path / f"{name}-out")[0], convert_pretrained(loaded)):
+            assert converted.config.tie_word_embeddings == (name == "equal")
+            assert relative_error(converted, loaded, ids) <= 1e-5
+
+
+def test_sampling_that_old_checkpoints_have_in_their_configuration(tmp_path):
+    make_source().save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").unlink()
+    change_config(tmp_path / "source", do_sample=True, temperature=0.7)
+    model, _ = convert(tmp_path / "source", tmp_path / "out")
+    assert (model.generation_config.do_sample, model.generation_config.temperature) == (True, 0.7)
+
+
 def test_the_precision_is_that_of_the_configuration(tmp_path):
     source = make_source()
     source.save_pretrained(tmp_path / "source")

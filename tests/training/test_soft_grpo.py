@@ -25,7 +25,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from lsgpt.training import soft_grpo
+from lsgpt.training import soft_grpo, soft_thinking
 from lsgpt.training.soft_grpo import STEP_FIELDS, SoftGRPOConfig, SoftGRPOTrainer, find_end_of_thinking
 
 
@@ -122,16 +122,17 @@ def test_first_ratio_is_one(build, name):
 
 
 @both
-def test_noise_that_was_drawn_is_what_is_scored(build, name):
+def test_noise_that_was_drawn_is_what_is_scored(build, name, monkeypatch):
     """
-    Without noise, u is log(p + 1e-6): every counted candidate has the density exp(-1) at 0. Mixed at the default
-    temperature, the inputs would be others, and so would p.
+    Where all noise is 1, every counted candidate has its log-density there. Mixed at the default temperature, the
+    inputs would be others, and so would p.
     """
-    trainer = build(name, noise_factor=0, top_p=1.0, gumbel_temperature=1.0)
+    monkeypatch.setattr(soft_thinking, "add_gumbel_noise", lambda p, factor, _: (p + 1e-6).log() + factor)
+    trainer = build(name, noise_factor=0.5, top_p=1.0, gumbel_temperature=1.0)
     inputs = trainer._generate_and_score_completions(rows_of())
     log_probs, _ = score(trainer, inputs)
     soft = log_probs[inputs["is_soft"]].detach()
-    torch.testing.assert_close(soft, torch.full_like(soft, -1))
+    torch.testing.assert_close(soft, torch.full_like(soft, -1 - math.exp(-1)))
 
 
 @both
@@ -279,6 +280,12 @@ def test_values_out_of_range_are_refused(options, message, tmp_path):
         SoftGRPOConfig(str(tmp_path), **options)
     with pytest.raises(ValueError, match=re.escape(message)):
         roll_out(make_model("llama"), **options)
+
+
+def test_a_training_needs_noise(tmp_path):
+    """Unlike a rollout on its own, which is deterministic without any."""
+    with pytest.raises(ValueError, match="`noise_factor` must be positive: without noise, soft steps have no density"):
+        SoftGRPOConfig(str(tmp_path), noise_factor=0)
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,14 @@ def plain_candidates(logits, top_k, top_p, temperature):
     return order, [p / sum(probabilities) for p in probabilities]
 
 
-def plain_log_prob(logits, candidates, noisy, temperature):
+def plain_log_prob(logits, candidates, noisy, temperature, noise_factor=1.0):
     """The log-probability of one soft step."""
     partition = sum(math.exp(z / temperature) for z in logits)
     probabilities = [math.exp(logits[i] / temperature) / partition for i in candidates]
     densities = []
     for p, u in zip(probabilities, noisy):
         log_p = math.log(p / sum(probabilities) + 1e-6)
-        gumbel = min(max(u - log_p, -1.5), 3.0)
+        gumbel = min(max((u - log_p) / noise_factor, -1.5), 3.0)
         if log_p > -3:
             densities.append(-gumbel - math.exp(-gumbel))
     return sum(densities) / len(densities)
@@ -125,13 +125,12 @@ def soft_steps(steps=6, size=8, k=5):
     return other, candidate_ids, noisy
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probability_of_a_soft_step(temperature):
-    logits, candidate_ids, noisy = soft_steps()
-    expected = [
-        plain_log_prob(*step, temperature) for step in zip(*(x.tolist() for x in (logits, candidate_ids, noisy)))
-    ]
-    assert soft_log_probs(logits, candidate_ids, noisy, temperature).tolist() == pytest.approx(expected, abs=1e-10)
+@pytest.mark.parametrize("options", [(1.0,), (0.6,), (1.0, 0.5), (0.6, 2.0)])
+def test_log_probability_of_a_soft_step(options):
+    """With a temperature, and a factor of the noise."""
+    steps = soft_steps()
+    expected = [plain_log_prob(*step, *options) for step in zip(*(x.tolist() for x in steps))]
+    assert soft_log_probs(*steps, *options).tolist() == pytest.approx(expected, abs=1e-10)
 
 
 def test_gradient_of_a_soft_step_equals_finite_differences():
