@@ -288,15 +288,6 @@ def test_models_without_attention_weights(build_any):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_models_that_cannot_be_switched_to_eager_attention():
-    """Falcon's mask for `sdpa` makes its weights not causal."""
-    config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    ids = torch.randint(3, 97, (1, LENGTH))
-    attention_statistics(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), ids)
-    with pytest.raises(ValueError, match=r'FalconAttention gives weight to tokens .* attn_implementation="eager"'):
-        attention_statistics(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), ids)
-
-
 def test_weights_that_are_not_finite(build_any):
     model = build_any("lsgpt")
     torch.nn.init.constant_(model.model.layers[1].self_attn.q_proj.weight, math.nan)
@@ -306,7 +297,7 @@ def test_weights_that_are_not_finite(build_any):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder with `lsgpt` and `llama`, small untrained models, and `text.txt`."""
+    """A folder with `lsgpt`, `llama` and `falcon`, small untrained models, and `text.txt`."""
     folder = tmp_path_factory.mktemp("inspect")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
@@ -317,6 +308,7 @@ def checkpoints(tmp_path_factory):
             LSGPTConfig(**shape, num_attention_heads=4, num_global_heads=1, sliding_window=8, attention_sinks=True)
         ),
         "llama": LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, intermediate_size=64)),
+        "falcon": AutoModelForCausalLM.from_config(FalconConfig(**shape, num_attention_heads=4)),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -386,6 +378,14 @@ def test_command(workplace, capsys, name):
                 assert head["sinks"] == pytest.approx(taken.tolist(), abs=0.5)
             assert head["figures"][0] == f"{statistics.distance[layer, number]:,.1f}"
     assert [figure["label"] for figure in data["figures"]] == [FIGURES[x][0] for x in statistics.figures()]
+
+
+def test_a_model_that_cannot_be_switched_to_eager_attention(workplace):
+    """Falcon has to be loaded with it: it adds the mask for `sdpa` to its logits, so that they are not causal."""
+    assert run("falcon", "text.txt", "--length", "40", "--blocks", "1") == 0
+    model = AutoModelForCausalLM.from_pretrained("falcon", attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r'FalconAttention gives weight to tokens .* attn_implementation="eager"'):
+        attention_statistics(model, torch.arange(40)[None])
 
 
 @pytest.fixture
