@@ -297,7 +297,7 @@ def test_weights_that_are_not_finite(build_any):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder with `lsgpt`, `llama` and `falcon`, small untrained models, and `text.txt`."""
+    """A folder with `lsgpt` and `llama`, small untrained models, and `text.txt`."""
     folder = tmp_path_factory.mktemp("inspect")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
@@ -308,7 +308,6 @@ def checkpoints(tmp_path_factory):
             LSGPTConfig(**shape, num_attention_heads=4, num_global_heads=1, sliding_window=8, attention_sinks=True)
         ),
         "llama": LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, intermediate_size=64)),
-        "falcon": AutoModelForCausalLM.from_config(FalconConfig(**shape, num_attention_heads=4)),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -382,6 +381,9 @@ def test_command(workplace, capsys, name):
 
 def test_a_model_that_cannot_be_switched_to_eager_attention(workplace):
     """Falcon has to be loaded with it: it adds the mask for `sdpa` to its logits, so that they are not causal."""
+    config = FalconConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained("falcon")
+    AutoTokenizer.from_pretrained("llama").save_pretrained("falcon")
     assert run("falcon", "text.txt", "--length", "40", "--blocks", "1") == 0
     model = AutoModelForCausalLM.from_pretrained("falcon", attn_implementation="sdpa")
     with pytest.raises(ValueError, match=r'FalconAttention gives weight to tokens .* attn_implementation="eager"'):
