@@ -46,12 +46,11 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
         original = AutoModelForCausalLM.from_config(source_config)
     files = {path: _read_shapes(path) for path in _find_files(source)}
     found = {name: shape for shapes in files.values() for name, shape in shapes.items()}
-    matrices = [_read(path, name) for name in TIED for path, shapes in files.items() if name in shapes]
-    if len(matrices) == 2:
-        source_config = without_false_ties(source_config, *matrices)
-    elif source_config.tie_word_embeddings and "model.embed_tokens.weight" in found:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    del matrices
+    if source_config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+        matrices = [_read(path, name) for name in TIED for path, shapes in files.items() if name in shapes]
+        source_config = without_false_ties(source_config, matrices[0], matrices[-1])
+        del matrices
+        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
     if found != {name: tensor.shape for name, tensor in original.state_dict().items()}:
         return None
 
