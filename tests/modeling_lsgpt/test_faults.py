@@ -15,8 +15,8 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
 
 from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification, LSGPTForTokenClassification
-from lsgpt.modeling_lsgpt import CACHE, create_masks_for_generate, describe_visibility, linear_lsgpt
-from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask
+from lsgpt.modeling_lsgpt import CACHE, LOCAL, create_masks_for_generate, describe_visibility, linear_lsgpt
+from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask, sdpa_mask
 from lsgpt.modeling_lsgpt.linear_lsgpt import SplitLinear
 
 
@@ -396,6 +396,16 @@ def test_local_heads_with_a_static_cache_of_full_size(tiny_model, engine):
     cache = Cache(layers=[StaticLayer(max_cache_len=40) for _ in model.config.cache_layers])
     logits = [model(chunk, **{CACHE: cache}).logits for chunk in ids.split([20, 3, 1, 6], dim=1)]
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_only_layers_of_a_window_have_blocks_with_a_static_cache(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 10))
+    caches = StaticCache(model.config, 40), Cache(layers=[StaticLayer(40) for _ in model.config.cache_layers])
+    for cache, ndim in zip(caches, (5, 4), strict=True):
+        model(ids, **{CACHE: cache})
+        visibility = describe_visibility(model.config, torch.empty(1, 20, 48), None, cache)
+        assert sdpa_mask(visibility[LOCAL]).ndim == ndim
 
 
 @pytest.mark.parametrize("length", [Dim.AUTO, Dim("length", min=65, max=96)])
