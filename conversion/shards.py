@@ -18,6 +18,7 @@ from .weights import model_from_weights, without_false_ties
 
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
+"""Matrices that are one if the configuration ties them, unless the files have both and they differ."""
 
 MAX_SHARD_SIZE = 10**9
 """

@@ -79,7 +79,7 @@ class LogitTelemetryCallback(TrainerCallback):
                 "rarely, set `log_every_n_steps`"
             )
         state.has_logit_telemetry = True
-        self.stop_step, self._figures = None, {}
+        self.stop_step = None
         self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
         self._max_logits = MaxLogits(model)
 
