@@ -13,7 +13,7 @@ PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 # modules again that it imports, which takes longer than most of what they test.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-floor test-serving test-serving-next test-pretrained test-gpu lint docs release-check
+.PHONY: help demo test test-newest test-floor test-serving test-serving-next test-pretrained test-gpu lint docs release-check
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12

@@ -138,7 +138,7 @@ def measure(model: PreTrainedModel, passage: Passage, following: torch.Tensor, p
             end, count = len(question.ids), question.answer_length
             predicted = read_on(question.ids)[0].argmax(-1)[end - count - 1 : end - 1]
             right[question.kind] = (predicted == question.ids[end - count :]).tolist()
-        loss = F.cross_entropy(read_on(following)[0][:-1], following[1:], reduction="mean").item()
+        loss = F.cross_entropy(read_on(following)[0][:-1], following[1:]).item()
         _, kept = read_on(following[:1])  # Transformers keeps a passage until the first token after it
     return {"right": right, "loss": loss, "seconds": seconds, "bytes": kept}
 

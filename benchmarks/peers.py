@@ -399,13 +399,12 @@ def make_limit(model: nn.Module) -> Peer:
 
 def _attend_globally(layer, query, key, value, attention_mask, past_key_values=None, **kwargs):
     outputs = []
-    states = (query.split(layer.num_heads, 1), *(x.split(layer.num_key_value_heads, 1) for x in (key, value)))
-    for heads, q, k, v in zip(layer.head_groups, *states):
+    for heads, q, k, v in layer.split_heads(query, key, value):
         if heads.kind == LOCAL:
             outputs.append(repeat_kv(v, layer.num_key_value_groups).transpose(1, 2))
             continue
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, heads.layer_idx)
+            k, v = past_key_values.update(k, v, heads.cache_layer)
         mask = attention_mask.masks[heads.kind]
         outputs.append(ALL_ATTENTION_FUNCTIONS["sdpa"](layer, q, k, v, mask, scaling=layer.scaling)[0])
     return torch.cat(outputs, dim=2), None

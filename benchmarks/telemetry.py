@@ -100,12 +100,8 @@ def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
 
     def watch(number):
         def record(layer, args, kwargs):
-            queries, keys, _ = layer.project(*args, kwargs["position_embeddings"])
-            parts = (
-                queries.detach().split(layer.num_heads, dim=1),
-                keys.detach().split(layer.num_key_value_heads, dim=1),
-            )
-            for heads, query, key in zip(layer.head_groups, *parts):
+            states = layer.project(*args, kwargs["position_embeddings"])
+            for heads, query, key, _ in layer.split_heads(*(x.detach() for x in states)):
                 position = torch.arange(query.shape[2])
                 distance = position[:, None] - position
                 window = layer.config.window(heads.kind) or len(position)

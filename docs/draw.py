@@ -14,6 +14,7 @@ from statistics import fmean
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -39,8 +40,6 @@ LENGTHS = (2048, 8192, 32768)
 
 def masks(figure: Figure, scheme: str):
     """Which keys the queries of each kind of head see."""
-    import torch  # noqa: PLC0415 (only this picture needs it)
-
     length, window = 24, 6
     visibility = describe_visibility(LSGPTConfig(sliding_window=window), torch.empty(1, length, 0))
     figure.set_size_inches(7.5, 3.6)

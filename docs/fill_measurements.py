@@ -228,8 +228,8 @@ def memory() -> str:
     for name in families:
         for length in lengths:
             if peak := found.get((name, length)):
-                ratio = f"{peak / found['gpt2', length]:.2f}" if ("gpt2", length) in found else MISSING
-                rows.append([NAMES[name], f"{length:,}", f"{peak / length / 2**10:,.0f} KiB", ratio])
+                to_gpt2 = f"{peak / found['gpt2', length]:.2f}" if ("gpt2", length) in found else MISSING
+                rows.append([NAMES[name], f"{length:,}", f"{peak / length / 2**10:,.0f} KiB", to_gpt2])
     return with_sources("| tokens | peak per token | relative to GPT-2", rows, "memory.json")
 
 
@@ -294,7 +294,7 @@ def telemetry() -> str:
     rows = [
         ["a measured step, as a multiple of the others", f"{result['measured_step_ratio']:.3f}"],
         [f"which implies, with one step in {every} measured", f"{result['implied_ratio']:.4f}"],
-        ["whole runs, with / without, each round", ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])],
+        ["whole runs, with / without, each round", ", ".join(f"{x:.2f}" for x in result["ratios"])],
     ]
     return with_sources("| ratio of times", rows, "telemetry.json")
 
@@ -319,8 +319,8 @@ def front_page() -> str:
     """The rows of the front page: LSGPT relative to the same model with all heads global."""
     rows = []
     for title, folder, benchmark, family, length in FRONT_PAGE:
-        ratio = read_ratios(folder)[(benchmark, family, "mhsa", length)]["median"]
-        rows.append([title, f"{length:,}", f"{ratio:.2f}"])
+        median = read_ratios(folder)[(benchmark, family, "mhsa", length)]["median"]
+        rows.append([title, f"{length:,}", f"{median:.2f}"])
     return table(rows, ["time or memory, relative to all heads global", "tokens", "ratio"])
 
 

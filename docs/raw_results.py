@@ -122,9 +122,9 @@ def p_value(differences: BY_SEED) -> float | None:
     return 1 - 2 / math.pi * math.atan(t) if len(values) == 2 else 1 - t / math.sqrt(2 + t * t)
 
 
-def significant(p_values: Sequence[float], level: float = 0.05) -> list[str]:
+def significant(p_values: Sequence[float]) -> list[str]:
     """The number of p-values, and of small ones: uncorrected, by Benjamini and Hochberg (1995), and by Holm (1979)."""
-    ordered, total = sorted(p_values), len(p_values)
+    ordered, total, level = sorted(p_values), len(p_values), 0.05
     false_discovery = [i for i, p in enumerate(ordered, 1) if p <= level * i / total]
     familywise = itertools.takewhile(lambda item: item[1] <= level / (total - item[0]), enumerate(ordered))
     counts = sum(p < level for p in ordered), max(false_discovery, default=0), len(list(familywise))

@@ -69,7 +69,7 @@ def triton_attention_forward(
     from .triton_kernels import fused_attention_forward  # noqa: PLC0415
 
     num_global_heads = 0 if sliding_window else query.shape[1]
-    has_all_heads = query.shape[1] == sum(module.num_heads)
+    has_all_heads = query.shape[1] == module.config.num_attention_heads
     if has_all_heads:
         num_global_heads = sum(heads.num_heads for heads in module.head_groups if heads.kind == GLOBAL)
     # After other tokens, there is a call for each kind of head, and the layer has measured already.

@@ -13,7 +13,6 @@ from .attention_lsgpt import (
 from .cache_lsgpt import CACHE
 from .configuration_lsgpt import FULL_WINDOW, GLOBAL, HEAD_KINDS, LOCAL, HeadKind, LSGPTConfig
 from .modeling_lsgpt import (
-    HeadGroup,
     LSGPTAttention,
     LSGPTForCausalLM,
     LSGPTForSequenceClassification,
@@ -36,7 +35,6 @@ __all__ = [
     "HEAD_KINDS",
     "LOCAL",
     "AttentionMasks",
-    "HeadGroup",
     "HeadKind",
     "LSGPTAttention",
     "LSGPTConfig",

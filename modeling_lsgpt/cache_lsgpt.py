@@ -120,7 +120,7 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
     # No layer of a static cache has more slots than the whole cache.
     length = max([layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)] or [math.inf])
-    group_size = config.num_attention_heads // config.num_key_value_heads
+    groups = config.num_attention_heads // config.num_key_value_heads
     for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
         if getattr(layer, "is_sliding", False):
             window = config.window(kind)
@@ -130,10 +130,10 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
                     f"`past_key_values` must keep {window or 'all'} tokens in layer {layer_idx}, as the model's "
                     f"configuration says; the layer keeps {kept}. Create the cache with `config=model.config`"
                 )
-        if layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[1] != num_heads // group_size:
+        if layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[1] != num_heads // groups:
             raise ValueError(
                 "`past_key_values` must be filled by this model, whose cache layers have different numbers of "
-                f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // group_size}. "
+                f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // groups}. "
                 "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
             )
         # Only now that there is a past, because Transformers' exporters take none but its own types of layers.

@@ -101,7 +101,7 @@ def check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: 
 
 def check_layers(layers: Iterable[nn.Module]):
     """Raises `ValueError` if a layer was removed, repeated or moved, because each has cache layers of its own."""
-    numbers = [heads.layer_idx for layer in layers for heads in layer.self_attn.head_groups]
+    numbers = [heads.cache_layer for layer in layers for heads in layer.self_attn.head_groups]
     if numbers != list(range(len(numbers))):
         raise ValueError(
             "`past_key_values` needs the layers that the model was built with; after changes of `model.layers`, "

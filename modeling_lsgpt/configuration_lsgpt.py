@@ -339,7 +339,7 @@ class LSGPTConfig(PreTrainedConfig):
         return [self.num_global_heads] * self.num_hidden_layers
 
     @property
-    def head_groups(self) -> list[dict[str, int]]:
+    def num_heads_by_kind(self) -> list[dict[str, int]]:
         """For each decoder layer, `{kind: number of query heads}`: `GLOBAL` before `LOCAL`, omitting empty kinds."""
         return [
             {kind: n for kind, n in ((GLOBAL, count), (LOCAL, self.num_attention_heads - count)) if n}
@@ -353,7 +353,7 @@ class LSGPTConfig(PreTrainedConfig):
         kind of head that it has, so Transformers' own caches keep a window for local heads and everything for global
         heads.
         """
-        return [group for groups in self.head_groups for group in groups.items()]
+        return [item for layer in self.num_heads_by_kind for item in layer.items()]
 
     @property
     def layer_types(self) -> list[str]:

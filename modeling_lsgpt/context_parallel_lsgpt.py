@@ -151,7 +151,7 @@ class ContextParallelCache(Cache):
         tokens = [states.shape[2] if other == partner else 0 for other in range(self.size)]
         parts = [
             part if self.windows[heads.kind] else ExchangeTokens.apply(part, tokens, tokens, self.group)
-            for heads, part in zip(layer.head_groups, states.split(layer.num_heads, dim=1))
+            for heads, part in zip(layer.head_groups, states.split(layer.num_heads_by_kind, dim=1))
         ]
         return torch.cat(parts, dim=1)
 
@@ -179,9 +179,9 @@ def attend_in_spans(layer: nn.Module) -> Callable:
         cache, states = past_key_values, (query_states, key_states, value_states)
         if not isinstance(cache, ContextParallelCache):
             return attend(*states, attention_mask, cache, **kwargs)
-        keys, values = (each.split(layer.num_key_value_heads, dim=1) for each in (key_states, value_states))
+        keys, values = (x.split(layer.num_key_value_heads_by_kind, dim=1) for x in (key_states, value_states))
         gathered = {
-            heads.layer_idx: (cache.gather(key, heads.kind), cache.gather(value, heads.kind))
+            heads.cache_layer: (cache.gather(key, heads.kind), cache.gather(value, heads.kind))
             for heads, key, value in zip(layer.head_groups, keys, values)
         }
         own, *second = query_states.split(cache.spans, dim=2)
@@ -189,7 +189,7 @@ def attend_in_spans(layer: nn.Module) -> Callable:
             own = own.contiguous()
         outputs = []
         for query, masks in zip((own, *(cache.trade(query, layer) for query in second)), cache.masks):
-            lengths = {heads.layer_idx: masks.visibility[heads.kind].kv_length for heads in layer.head_groups}
+            lengths = {heads.cache_layer: masks.visibility[heads.kind].kv_length for heads in layer.head_groups}
             seen = SeenTokens(gathered, lengths)
             outputs.append(attend(query, key_states, value_states, masks, seen, **kwargs)[0])
         outputs[1:] = [cache.trade(output.transpose(1, 2), layer).transpose(1, 2) for output in outputs[1:]]

@@ -43,7 +43,7 @@ def blocked_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    blocked_mask: torch.Tensor,
+    attention_mask: torch.Tensor,
     scaling: float,
     dropout: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -58,7 +58,7 @@ def blocked_attention_forward(
     Args:
         query (`(B, H, T, D)`), key (`(B, H_kv, S, D)`), value (`(B, H_kv, S, D)`): The last key belongs to the last
             query. Keys that no query's window reaches may be missing.
-        blocked_mask (`(B or 1, N, 1, C, C + W - 1)`): The mask from the function of the same name.
+        attention_mask (`(B or 1, N, 1, C, C + W - 1)`): From `blocked_mask`.
         sinks (`(H,)` or `(B or 1, H, T)`, *optional*): One extra logit per head in the softmax's denominator.
 
     Returns:
@@ -67,7 +67,7 @@ def blocked_attention_forward(
     batch_size, num_heads, q_length, head_dim = query.shape
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
-    num_blocks, _, block_length, span = blocked_mask.shape[1:]
+    num_blocks, _, block_length, span = attention_mask.shape[1:]
     past = span - block_length  # W - 1
     tail = num_blocks * block_length - q_length
 
@@ -79,7 +79,7 @@ def blocked_attention_forward(
     keys, values = (
         _CutKeys.apply(x[:, :, -(past + q_length) :], num_blocks, block_length, past, tail) for x in (key, value)
     )
-    mask = blocked_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
+    mask = attention_mask.expand(batch_size, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
     if sinks is None:
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
     else:

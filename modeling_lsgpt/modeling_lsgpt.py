@@ -144,8 +144,8 @@ class HeadGroup(NamedTuple):
 
     kind: str
     num_heads: int
-    layer_idx: int
-    """Index of the cache layer, not of the decoder layer."""
+    cache_layer: int
+    """Index of the cache layer in which the kind's keys and values are kept."""
     has_sinks: bool
 
 
@@ -172,14 +172,14 @@ class LSGPTAttention(nn.Module):
             widths = (q_size, kv_size) if config.qk_norm == "all_heads" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=config.layer_norm_eps) for width in widths)
 
-        first_cache_layer = sum(len(groups) for groups in config.head_groups[:layer_idx])
+        first_cache_layer = sum(map(len, config.num_heads_by_kind[:layer_idx]))
         self.head_groups = tuple(
             HeadGroup(kind, num_heads, first_cache_layer + i, HEAD_KINDS[kind].has_sinks)
-            for i, (kind, num_heads) in enumerate(config.head_groups[layer_idx].items())
+            for i, (kind, num_heads) in enumerate(config.num_heads_by_kind[layer_idx].items())
         )
-        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, layer_idx=-1, has_sinks=True)
-        self.num_heads = [heads.num_heads for heads in self.head_groups]
-        self.num_key_value_heads = [num_heads // self.num_key_value_groups for num_heads in self.num_heads]
+        self.all_heads = HeadGroup(ALL_HEADS, config.num_attention_heads, cache_layer=-1, has_sinks=True)
+        self.num_heads_by_kind = [heads.num_heads for heads in self.head_groups]
+        self.num_key_value_heads_by_kind = [n // self.num_key_value_groups for n in self.num_heads_by_kind]
         # One learned logit for each head of the kinds with sinks, which belongs to no token. They are the last heads.
         num_sinks = sum(heads.num_heads for heads in self.head_groups if heads.has_sinks)
         self.sinks = nn.Parameter(torch.zeros(num_sinks)) if config.attention_sinks and num_sinks else None
@@ -277,19 +277,22 @@ class LSGPTAttention(nn.Module):
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        attention_mask: AttentionMasks,
+        attention_mask: AttentionMasks | None = None,
         past_key_values: Cache | None = None,
     ) -> list[tuple[HeadGroup, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Updates the cache, and returns each kind of head with its queries and all its keys and values."""
+        """
+        Returns each kind of head with its queries, keys and values. With a cache, updates it, and returns keys and
+        values of earlier tokens, too.
+        """
         calls = []
         for heads, query, key, value in zip(
             self.head_groups,
-            query_states.split(self.num_heads, dim=1),
-            key_states.split(self.num_key_value_heads, dim=1),
-            value_states.split(self.num_key_value_heads, dim=1),
+            query_states.split(self.num_heads_by_kind, dim=1),
+            key_states.split(self.num_key_value_heads_by_kind, dim=1),
+            value_states.split(self.num_key_value_heads_by_kind, dim=1),
         ):
             if past_key_values is not None:
-                key, value = past_key_values.update(key, value, heads.layer_idx)
+                key, value = past_key_values.update(key, value, heads.cache_layer)
                 length = attention_mask.visibility[heads.kind].kv_length
                 if key.shape[2] > length:  # Transformers 5.17, while it records the past for a rollback
                     key, value = key[:, :, -length:], value[:, :, -length:]
@@ -487,7 +490,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
                 local_embeddings = self.local_rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        for layer, kinds in zip(self.layers, self.config.head_groups):  # `assistant_early_exit` lowers their number
+        # `assistant_early_exit` lowers the number of layers in the configuration.
+        for layer, kinds in zip(self.layers, self.config.num_heads_by_kind):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=attention_masks,

@@ -16,8 +16,8 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
         config: LSGPTConfig = vllm_config.model_config.hf_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
         groups = config.num_attention_heads // config.num_key_value_heads
-        for i, head_groups in enumerate(config.head_groups):
-            num_global, num_local = (head_groups.get(kind, 0) // groups for kind in (GLOBAL, LOCAL))
+        for i, num_heads in enumerate(config.num_heads_by_kind):
+            num_global, num_local = (num_heads.get(kind, 0) // groups for kind in (GLOBAL, LOCAL))
             if num_global % ranks or num_local % ranks:
                 raise ValueError(
                     "`tensor_parallel_size` must divide the number of global and of local key/value heads in each "

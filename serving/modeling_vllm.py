@@ -98,18 +98,18 @@ class LSGPTAttention(nn.Module):
                 self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters
             )
 
-        head_groups = config.head_groups[layer_idx]
+        num_heads_by_kind = config.num_heads_by_kind[layer_idx]
         self.sinks = None
-        if config.attention_sinks and LOCAL in head_groups:
+        if config.attention_sinks and LOCAL in num_heads_by_kind:
             # Rank r gets the r-th piece, as with its local heads; see `in_rank_order`.
-            self.sinks = nn.Parameter(torch.zeros(head_groups[LOCAL] // ranks), requires_grad=False)
+            self.sinks = nn.Parameter(torch.zeros(num_heads_by_kind[LOCAL] // ranks), requires_grad=False)
             set_weight_attrs(self.sinks, {"weight_loader": sharded_weight_loader(0)})
 
-        self.head_groups = nn.ModuleDict()
+        self.attention_by_kind = nn.ModuleDict()
         self.q_sizes, self.kv_sizes = [], []  # widths of each kind on this rank
-        for kind, num_heads in head_groups.items():
+        for kind, num_heads in num_heads_by_kind.items():
             sinks = {} if self.sinks is None or kind != LOCAL else {"sinks": self.sinks}
-            self.head_groups[kind] = Attention(
+            self.attention_by_kind[kind] = Attention(
                 num_heads // ranks,
                 supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype, bool(sinks)),
                 self.head_dim**-0.5,
@@ -137,7 +137,7 @@ class LSGPTAttention(nn.Module):
         outputs = [
             self._attend(group, q, k, v)
             for group, q, k, v in zip(
-                self.head_groups.values(),
+                self.attention_by_kind.values(),
                 query.split(self.q_sizes, dim=-1),
                 key.split(self.kv_sizes, dim=-1),
                 value.split(self.kv_sizes, dim=-1),
@@ -337,7 +337,7 @@ def in_rank_order(
     if dim is None and other is not None and weight.numel() == weight.shape[other]:
         return weight  # has no axis of heads
     groups = 1 if match[2] in "qo" else config.num_attention_heads // config.num_key_value_heads
-    counts = [num_heads // groups for num_heads in config.head_groups[int(match[1])].values()]
+    counts = [num_heads // groups for num_heads in config.num_heads_by_kind[int(match[1])].values()]
     if dim is not None:
         # Entries along the axis cover this many channels each: 1, or more in packed integers and in groups' scales.
         channels, size = sum(counts) * config.head_dim, weight.shape[dim]
@@ -353,7 +353,7 @@ def in_rank_order(
     raise ValueError(
         f"`tensor_parallel_size` must be 1 for this checkpoint; got {ranks}, and `{name}` of shape "
         f"{tuple(weight.shape)} cannot be divided among them, as it does not keep the heads of layer {match[1]} "
-        f"({', '.join(f'{count} {kind}' for kind, count in zip(config.head_groups[int(match[1])], counts))}, of "
+        f"({', '.join(f'{count} {kind}' for kind, count in zip(config.num_heads_by_kind[int(match[1])], counts))}, of "
         f"{config.head_dim} channels each) apart: quantize with groups of at most `head_dim` channels, or one scale "
         "for each channel"
     )

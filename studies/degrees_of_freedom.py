@@ -83,7 +83,7 @@ equally close fit was added after the runs."""
         def show(key: str, title: str, digits: int) -> str:
             ratios = enumerate(length / self.width for length in self.lengths)
             columns = {f"n / d = {ratio:g}": Metric("", f"fits.{i}.{key}", digits) for i, ratio in ratios}
-            curves = of_runs(runs, lambda run: [(fit["length_over_width"], fit[key]) for fit in run["fits"]])
+            curves = of_runs(runs, lambda run: [(x["length_over_width"], x[key]) for x in run["fits"]])
             shown = plot(folder / f"{key}.png", curves, "n / d, sequence length over width", title, log_x=True)
             return f"### {title}\n\n{tabulate(runs, columns)}\n\n{shown}"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from lsgpt.training import LSGPTTrainer
 from lsgpt.training.callbacks import read_metrics
 
 from .comparisons import LOSS, Comparison, Metric, Runs
@@ -104,7 +105,7 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
     budget = 3600.0
     contexts = (16, 64, 256, 512, 2048)
 
-    def change(self, trainer: Trainer, arm: str):
+    def change(self, trainer: LSGPTTrainer, arm: str):
         """Lets time end the training, and set the learning rate."""
         clock = BudgetCallback(self.budget)
         trainer.callback_handler.callbacks.insert(0, clock)  # before the callback that writes the metrics
@@ -114,7 +115,7 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
             trainer.lr_scheduler = LambdaLR(optimizer, lambda step: rate_at(clock.used / clock.budget))
             return trainer.lr_scheduler
 
-        trainer.create_scheduler = create_scheduler
+        trainer.create_scheduler = create_scheduler  # type: ignore[method-assign]
 
     def measure(self, folder: Path) -> dict:
         """Seconds and operations, the loss over time, and that with shortened context."""

@@ -7,21 +7,19 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from lsgpt.configuration import load_arms
 from lsgpt.inspection import FIGURES, attention_statistics
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.report import points_of
 
 from . import measurements
 from .comparisons import DOUBLINGS, LOGIT, LOSS, Bounds, Comparison, Limit, Metric, Runs
+from .grid import SHIPPED
 from .plots import of_runs, plot
 from .study import FINAL, ON_A_CORE, TrainingStudy, tabulate, validation_blocks
 
 
 GAIN = 0.05
 """What a model must gain from context beyond 64 tokens, in nats, or nothing is said about heads that look there."""
-
-SHIPPED = load_arms()
 
 
 def _largest_part(words: str, key: str) -> Metric:

@@ -29,7 +29,7 @@ def write_report(
     a text that it generated.
     """
     folder = Path(folder)
-    plots = _draw(folder, recipe, config, results, log_history, max_logits)
+    plots = _draw(folder, config, results, log_history, max_logits)
     fence = "````"
     report = f"""# {recipe["run_name"]}: training report
 
@@ -75,8 +75,11 @@ def _before_and_after(recipe: dict, results: RunResult) -> str:
         f"before the training, `{recipe['model_name_or_path']}`": before,
         "after the training": results.eval_perplexity,
     }
-    share = (lambda value: f" ({value / teacher:.3f} of the teacher's)") if teacher else (lambda value: "")
-    shown = {name: f"{value:.2f}{share(value)}" for name, value in rows.items() if value is not None}
+
+    def show(value: float) -> str:
+        return f"{value:.2f} ({value / teacher:.3f} of the teacher's)" if teacher else f"{value:.2f}"
+
+    shown = {name: show(value) for name, value in rows.items() if value is not None}
     section = f"## Before and after\n\nPerplexity on the held-out text:\n\n{table(shown.items())}\n\n"
     if teacher is None:
         section += (
@@ -86,7 +89,7 @@ def _before_and_after(recipe: dict, results: RunResult) -> str:
     return section
 
 
-def _draw(folder, recipe, config, results, log_history, max_logits) -> str:
+def _draw(folder, config, results, log_history, max_logits) -> str:
     """Draws the plots for which there is data, and returns the Markdown that shows them."""
     step, losses_label = "optimizer step", "cross-entropy (nats per token)"
     lines = []

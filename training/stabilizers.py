@@ -29,14 +29,14 @@ def attend_in_float32(model: nn.Module):
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
     @functools.wraps(attend)  # with its arguments and attributes, which tell whether it takes sinks
-    def attend_in_float32(module, query, key, value, *args, s_aux=None, **kwargs):
+    def attend_precisely(module, query, key, value, *args, s_aux=None, **kwargs):
         kwargs["s_aux"] = None if s_aux is None else s_aux.float()
         with torch.autocast(query.device.type, enabled=False):
             output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
         return output.to(query.dtype), weights
 
     name = config._attn_implementation + IN_FLOAT32
-    AttentionInterface.register(name, attend_in_float32)
+    AttentionInterface.register(name, attend_precisely)
     if (create_mask := ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)) is not None:
         AttentionMaskInterface.register(name, create_mask)
     model.set_attn_implementation(name)

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
@@ -121,7 +120,7 @@ def check_evaluation(args: TrainingArguments):
             )
 
 
-def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
+def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LSGPTTrainer:
     """
     Trains a model and writes everything about it to `arguments.training.output_dir`: the checkpoint with its code and
     tokenizer, `metrics.jsonl`, `results.json`, `recipe.yaml`, `report.md` and its plots. Returns the trainer, with the
@@ -136,8 +135,8 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Tr
     return trainer
 
 
-def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> Trainer:
-    """Loads and tokenizes the text, and builds the model and its `Trainer`. Raises `ValueError` as `run` does."""
+def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LSGPTTrainer:
+    """Loads and tokenizes the text, and builds the model and its `LSGPTTrainer`. Raises `ValueError` as `run` does."""
     args = arguments.training
     check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
@@ -299,11 +298,11 @@ def _callbacks(run_args: RunArguments) -> list[TrainerCallback]:
     return callbacks
 
 
-def _callback(trainer: Trainer, callback_type: type) -> Any:
+def _callback(trainer: LSGPTTrainer, callback_type: type) -> Any:
     return next((c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type)), None)
 
 
-def train(trainer: Trainer, arguments: Arguments) -> RunResult | None:
+def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     """
     Trains, evaluates, saves, reports, and prints what to do next. Returns the results; `None` in processes other than
     the main one, and after SIGTERM, which ends the run with a checkpoint.
@@ -358,7 +357,7 @@ def _write_recipe(folder: Path, arguments: Arguments):
     (folder / "results.json").unlink(missing_ok=True)
 
 
-def _report(trainer: Trainer, arguments: Arguments, results: RunResult):
+def _report(trainer: LSGPTTrainer, arguments: Arguments, results: RunResult):
     """Writes and prints the main process's report on the finished run."""
     args, folder, prompt = trainer.args, Path(trainer.args.output_dir), results.prompt
     results.write(folder)  # before anything that could fail, such as plots
@@ -389,7 +388,11 @@ Next:
 
 
 def _make_result(
-    trainer: Trainer, evaluation: dict, seconds: float, teacher_perplexity: float | None, environment: dict[str, str]
+    trainer: LSGPTTrainer,
+    evaluation: dict,
+    seconds: float,
+    teacher_perplexity: float | None,
+    environment: dict[str, str],
 ) -> RunResult:
     state, timer = trainer.state, _callback(trainer, StepTimerCallback)
     telemetry = _callback(trainer, LogitTelemetryCallback)
@@ -432,12 +435,12 @@ def largest(values: list[float]) -> float | None:
     return float(np.max(values)) if values else None
 
 
-def _evaluation_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _evaluation_batch(trainer: LSGPTTrainer) -> dict[str, torch.Tensor]:
     """Returns the first block of the evaluation data as a batch."""
     return collate_blocks(list(trainer.eval_dataset.take(1)))
 
 
-def _first_words(trainer: Trainer) -> str:
+def _first_words(trainer: LSGPTTrainer) -> str:
     """Returns the first three words of the evaluation data; the end-of-text token if it has none."""
     tokenizer = trainer.processing_class
     beginning = tokenizer.decode(_evaluation_batch(trainer)["input_ids"][0, :16], skip_special_tokens=True)

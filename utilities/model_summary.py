@@ -124,7 +124,7 @@ def split_bytes(config: LSGPTConfig, length: int, processes: int, bytes_per_valu
     queries and outputs of `T / 2` tokens, `D` numbers each.
     """
     groups, part = config.num_attention_heads // config.num_key_value_heads, length // processes
-    kinds = [(config.window(kind), heads) for kinds in config.head_groups for kind, heads in kinds.items()]
+    kinds = [(config.window(kind), heads) for kind, heads in config.cache_layers]
     earlier = sum(
         heads // groups * count_tokens_sent(sender, processes - 1, processes, part, window)
         for window, heads in kinds
