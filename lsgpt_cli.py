@@ -296,7 +296,7 @@ def _train(argv: list[str]) -> int:
         # All processes of a launcher on this machine have the same arguments, so only one of them prints the error.
         return _fail(error) if os.environ.get("LOCAL_RANK", "0") == "0" else 2
     folder = arguments.training.output_dir
-    is_new, is_first = not os.path.exists(folder), not os.path.exists(os.path.dirname(folder) or ".")
+    makes_folder, makes_parent = not os.path.exists(folder), not os.path.exists(os.path.dirname(folder) or ".")
     try:
         # Imported after parsing, because an error in the arguments should not wait for these imports.
         from lsgpt.model_cards import save_card
@@ -305,9 +305,9 @@ def _train(argv: list[str]) -> int:
         trainer = build_trainer(arguments, save_card)
     except (ValueError, OSError, ImportError) as error:
         with contextlib.suppress(OSError):  # what is not empty stays
-            if is_new:
+            if makes_folder:
                 os.rmdir(folder)
-            if is_first:
+            if makes_parent:
                 os.rmdir(os.path.dirname(folder))
         return _fail(error)
     try:

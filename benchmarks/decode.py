@@ -17,9 +17,9 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from lsgpt.modeling_lsgpt import CACHE
 
-from .gate import check_peer, compare, llama_gates, references
+from .gate import check_peer, compare, is_ours, llama_gates, references
 from .peers import SPARE_POSITIONS, Benchmark, Peer, Shape, build_models, stock_family
-from .prefill import is_ours
+from .timing import family_of
 
 
 TOKENS = 16
@@ -35,7 +35,7 @@ def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
     models = {family: peers[f"{family} sdpa"].model for family in ("lsgpt", "mhsa", stock)}
     dynamic = {family: fill(DynamicCache(config=model.config), model, shape) for family, model in models.items()}
     dynamic |= {"limit": dynamic["lsgpt"], "gpt2-gelu": dynamic[stock]}
-    caches = {name: dynamic[name.split(maxsplit=1)[0]] for name in peers}
+    caches = {name: dynamic[family_of(name)] for name in peers}
     if shape.device == "cuda" if compiled is None else compiled:
         for family in ("lsgpt", "mhsa"):
             name = f"{family} compiled"

@@ -20,6 +20,7 @@ from torch import nn
 from lsgpt.modeling_lsgpt import CACHE, FULL_WINDOW
 
 from .peers import Peer, Shape, attention_function, example_sinks, twin
+from .timing import family_of
 
 
 CHECKED_LENGTH = 1024
@@ -157,6 +158,17 @@ def check_peer(name: str, peer: Peer, shape: Shape, task: str):
         attend = attention_function(config, config._attn_implementation, peer.backend, counts.index(count))
         check_attention(name, attend, shape, count, gradients=task == "train")
     check_model(name, peer, shape, task)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a peer must agree with the reference. Llama has its own gate, and GPT-2 has other weights."""
+    return family_of(name) in ("lsgpt", "mhsa")
+
+
+def model_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callable[[], None]]:
+    """Returns the gates of our peers and of Llama."""
+    ours = [partial(check_peer, name, peer, shape, task) for name, peer in peers.items() if is_ours(name)]
+    return ours + llama_gates(peers, shape, task)
 
 
 def llama_gates(peers: dict[str, Peer], shape: Shape, task: str) -> list[Callable[[], None]]:

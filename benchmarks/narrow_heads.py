@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lsgpt.modeling_lsgpt.attention_lsgpt import NARROW, windowed_sdpa_attention_forward
+from lsgpt.modeling_lsgpt.attention_lsgpt import NARROW_HEAD_DIM, windowed_sdpa_attention_forward
 
 from .timing import measure, ratio
 
@@ -28,7 +28,7 @@ def compare(head_dim: int, length: int, budget: float = 5.0) -> dict[str, float]
 
 if __name__ == "__main__":
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    for head_dim in (4, 8, NARROW - 2):
+    for head_dim in (4, 8, NARROW_HEAD_DIM - 2):
         for length in (512, 2048):
             time = compare(head_dim, length)["median"]
             print(f"heads of {head_dim} dimensions, {length} tokens: {time:.2f} of the time")

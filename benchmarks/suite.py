@@ -19,7 +19,7 @@ from .peers import BASELINES, ENGINES, FAMILIES, PAIRS, STOCK, Shape, load_shape
 from .plots import plot_ratios
 from .record import OUTPUT, begin_result, write_result
 from .targets import LENGTHS, find_targets
-from .timing import fastest, measure, ratio
+from .timing import family_of, fastest, measure, ratio
 
 
 BENCHMARKS = {
@@ -86,11 +86,7 @@ def run(
         benchmark = BENCHMARKS[name](shape)
         for gate in benchmark.gates:
             gate()
-        peers = {
-            peer: make
-            for peer, make in benchmark.peers.items()
-            if peer.split(maxsplit=1)[0] in (*BASELINES, *families)
-        }
+        peers = {peer: make for peer, make in benchmark.peers.items() if family_of(peer) in (*BASELINES, *families)}
         times = measure(peers, shape.device, budget, min_rounds)
     seconds = {peer: [x / benchmark.repeats for x in rounds] for peer, rounds in times.items()}
     row = {

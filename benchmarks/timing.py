@@ -59,7 +59,12 @@ def ratio(numerators: list[float], denominators: list[float]) -> dict[str, float
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
+def family_of(name: str) -> str:
+    """The first word of a peer's name."""
+    return name.split(maxsplit=1)[0]
+
+
 def fastest(seconds: dict[str, list[float]], family: str) -> str | None:
-    """Returns the peer with the smallest median among those whose name begins with the word `family`, or `None`."""
-    members = [name for name in seconds if name.split(maxsplit=1)[0] == family]
+    """Returns the peer of a family with the smallest median, or `None`."""
+    members = [name for name in seconds if family_of(name) == family]
     return min(members, key=lambda name: statistics.median(seconds[name]), default=None)

@@ -10,9 +10,8 @@ import torch
 
 from lsgpt import MaxLogits
 
-from .gate import check_model, check_peer, llama_gates
+from .gate import check_model, model_gates
 from .peers import Benchmark, Peer, Shape, build_models
-from .prefill import is_ours
 
 
 def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
@@ -39,8 +38,7 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
         logits.read()
         logits.stop()
 
-    gates = [partial(check_peer, name, peer, shape, "train") for name, peer in peers.items() if is_ours(name)]
-    gates += llama_gates(peers, shape, "train")
+    gates = model_gates(peers, shape, "train")
     # Their attention is the same as in `lsgpt`, but their loss is computed in another way.
     gates += [
         partial(check_model, name, peer, shape, "train")

@@ -29,7 +29,7 @@ from .local_lsgpt import blocked_attention_forward, blocked_mask, past_attention
 from .visibility_lsgpt import Visibility, describe_visibility
 
 
-class _FlashToo:
+class _FlashLookup:
     """Looks up functions with "flash" in their name, such as kernels from the Hub, under `flash_attention_2`."""
 
     def __getitem__(self, name: str):
@@ -37,11 +37,11 @@ class _FlashToo:
         return super().__getitem__("flash_attention_2" if is_flash else name)
 
 
-class LSGPTAttentionInterface(_FlashToo, AttentionInterface):
+class LSGPTAttentionInterface(_FlashLookup, AttentionInterface):
     """See `ALL_ATTENTION_FUNCTIONS`."""
 
 
-class LSGPTMaskInterface(_FlashToo, AttentionMaskInterface):
+class LSGPTMaskInterface(_FlashLookup, AttentionMaskInterface):
     """See `ALL_MASK_ATTENTION_FUNCTIONS`."""
 
 
@@ -65,7 +65,7 @@ function has to measure them itself, as `triton_attention_forward` does.
 MASKED_PAIRS = 1 << 18
 """From this many pairs of queries and keys on, `sdpa` computes what follows a past without a mask."""
 
-NARROW, FILLED = 12, 16
+NARROW_HEAD_DIM, PADDED_HEAD_DIM = 12, 16
 """
 Heads of fewer than 12 dimensions are filled with zeros up to 16 on the CPU, where PyTorch's kernel is then faster
 (`lsgpt.benchmarks.narrow_heads` measures how much).
@@ -121,10 +121,10 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     sees_sink = {kind: v.sees_sink() for kind, v in visibility.items()}
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
     if hasattr(create, "of_all_heads") and (mask := create.of_all_heads(visibility)) is not None:
-        # The window and the sinks that the kernel is told are those of the local heads, if there are any.
-        told = next((kind for kind, v in visibility.items() if v.window is not None), next(iter(visibility)))
-        visibility = {**visibility, ALL_HEADS: visibility[told]}
-        return AttentionMasks({ALL_HEADS: mask}, visibility, {**sees_sink, ALL_HEADS: sees_sink[told]})
+        # The kernel gets the window and the sinks of the local heads, if there are any.
+        local = next((kind for kind, v in visibility.items() if v.window is not None), next(iter(visibility)))
+        visibility = {**visibility, ALL_HEADS: visibility[local]}
+        return AttentionMasks({ALL_HEADS: mask}, visibility, {**sees_sink, ALL_HEADS: sees_sink[local]})
     masks = {}
     for kind, v in visibility.items():
         if v.mask is not None and v.mask.dtype != torch.bool and create not in _GETS_ADDITIVE_MASKS:
@@ -204,9 +204,8 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
     # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
     if not is_torchdynamo_exporting():
         is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
-        has_all = v.padding_mask is v.documents is v.first_key is v.mask is v.overlay is None
         is_causal = is_first and v.q_length <= window and not v.has_sinks
-        if has_all and (v.sees_everything or is_causal):
+        if not v.has_other_limits and (v.sees_everything or is_causal):
             return None
         is_large = v.q_length > 1 and v.q_length * v.kv_length >= MASKED_PAIRS
         is_past = v.is_plain and v.ends_with_queries and not v.has_sinks and not is_tracing()
@@ -241,9 +240,9 @@ def windowed_sdpa_attention_forward(
     if s_aux is not None:
         return sink_attention_forward(query, key, value, attention_mask, s_aux, scaling, dropout), None
     head_dim = query.shape[-1]
-    is_narrow = head_dim < NARROW and query.shape[2] > 1 and query.device.type == "cpu"
+    is_narrow = head_dim < NARROW_HEAD_DIM and query.shape[2] > 1 and query.device.type == "cpu"
     if is_narrow and not torch.compiler.is_compiling():
-        query, key, value = (nn.functional.pad(x, (0, FILLED - head_dim)) for x in (query, key, value))
+        query, key, value = (nn.functional.pad(x, (0, PADDED_HEAD_DIM - head_dim)) for x in (query, key, value))
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )

@@ -91,7 +91,7 @@ _TRANSFORMERS_KWARGS = {
     "tie_last_hidden_states",
     "torch_dtype",
     "transformers_weights",
-    *GenerationConfig._get_default_generation_params(),
+    *getattr(GenerationConfig, "_get_default_generation_params", dict)(),  # may go in a later Transformers
 }
 
 

@@ -19,6 +19,9 @@ Minimum number of queries in a block of local heads. Shorter blocks process fewe
 copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and a tenth slower in the backward pass.
 """
 
+HAS_CPU_OPERATORS = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+"""Whether PyTorch still has the operators that return the log-sum-exp, which are not part of its public interface."""
+
 
 def blocked_mask(visibility: Visibility) -> torch.Tensor:
     """
@@ -183,7 +186,7 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype:
 def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: float) -> torch.Tensor:
     """`sink_attention_forward` for as many query as key heads, `sinks` `(B or 1, H, T)`, outputs `(B, H, T, D)`."""
     is_on_cpu = query.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
-    if is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
+    if HAS_CPU_OPERATORS and is_on_cpu and not dropout and (mask is None or not mask.requires_grad):
         return _SinkAttention.apply(query, key, value, mask, sinks, scaling)[0]
     # The sink becomes one more key, with a value of 0. In an extra dimension, this key is 1, the others are 0, and the
     # queries hold the sink's logit. The width is a multiple of 8 because kernels need that.
@@ -260,7 +263,7 @@ def past_attention_forward(
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
-    if query.device.type == "cpu" and not dropout:
+    if HAS_CPU_OPERATORS and query.device.type == "cpu" and not dropout:
         return _PastAttention.apply(query, key, value, scaling)[0].transpose(1, 2)
     mask = causal_lower_right(query.shape[2], key.shape[2])
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)

@@ -54,7 +54,10 @@ class Visibility:
     documents: torch.Tensor | None = None
     """`(B, P + T)`, each token's document number in a packed row; `None` if every row is a single document."""
     first_key: torch.Tensor | None = None
-    """`(B, T)`, the position at which each query's document begins; if the length of a static cache is not read."""
+    """
+    `(B, T)`, the position at which each query's document begins: instead of `documents`, if the length of a static
+    cache must not be read.
+    """
     mask: torch.Tensor | None = None
     """`(B or 1, 1, T, S)`, a custom mask: boolean, True where a query may attend, or additive."""
     has_sinks: bool = False
@@ -113,10 +116,15 @@ class Visibility:
         return torch.atleast_2d(visible & (query >= reach))
 
     @property
+    def has_other_limits(self) -> bool:
+        """Whether more than causality, the window and empty slots restricts what a query sees."""
+        limits = (self.padding_mask, self.documents, self.first_key, self.mask, self.overlay)
+        return any(limit is not None for limit in limits)
+
+    @property
     def is_plain(self) -> bool:
         """Whether only causality and the window restrict what a query sees."""
-        limits = (self.padding_mask, self.documents, self.first_key, self.mask, self.overlay)
-        return all(limit is None for limit in limits) and not self.has_empty_slots
+        return not (self.has_other_limits or self.has_empty_slots)
 
     @property
     def is_square(self) -> bool:
@@ -269,12 +277,13 @@ def find_documents(
     Args:
         position_ids (`(B, T)`): Position of each new token in its document.
         padding_mask (`(B, P + T)`, *optional*): True for real tokens.
-        past_length: P, the number of cached tokens; a tensor if it must not be read, which needs T = 1 and a
-            `padding_mask`.
+        past_length: P, the number of cached tokens; a tensor if it must not be read, as while tracing, which needs a
+            `padding_mask`. Several new tokens are then taken to belong to the same document as all before.
 
     Returns:
         `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
-        document. If values cannot be inspected, numbers are always returned, except for a single token while tracing.
+        document. If values cannot be inspected, numbers are always returned, with two exceptions: a single token while
+        tracing, and several tokens after a past of unknown length.
     """
     length = position_ids.shape[-1]
     if isinstance(past_length, torch.Tensor):

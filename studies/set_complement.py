@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer, set_seed
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.configuration import load_preset
+from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTDecoderLayer
 from lsgpt.training import AveragedWeightsCallback
 
@@ -210,7 +211,7 @@ class PostNormLayer(LSGPTDecoderLayer):
     """A block with each norm after the residual sum, as in "Attention Is All You Need"."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states, **kwargs)
+        attended, _ = self.self_attn(hidden_states, past_key_values=kwargs.pop(CACHE, None), **kwargs)
         hidden_states = self.input_layernorm(hidden_states + self.dropout(attended))
         return self.post_attention_layernorm(hidden_states + self.dropout(self.mlp(hidden_states)))
 
@@ -219,7 +220,7 @@ class AttentionOnlyLayer(LSGPTDecoderLayer):
     """A block that consists of its attention only."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states, **kwargs)
+        attended, _ = self.self_attn(hidden_states, past_key_values=kwargs.pop(CACHE, None), **kwargs)
         return self.dropout(attended)
 
 

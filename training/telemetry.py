@@ -174,13 +174,13 @@ def summarize_max_logits(
     """
     rows = maxima.cpu()
     groups = {"max_logit": rows}
-    is_lsgpt = hasattr(config, "num_global_heads_per_layer")
-    if is_lsgpt:
+    has_kinds = hasattr(config, "num_global_heads_per_layer")
+    if has_kinds:
         is_global = torch.arange(rows.shape[1]) < torch.tensor(config.num_global_heads_per_layer)[:, None]
         groups |= {"max_logit_global": rows[is_global], "max_logit_local": rows[~is_global]}
     for index, layer in enumerate(range(len(rows)) if layer_numbers is None else layer_numbers):
         name, row = f"max_logit/layer_{layer}", rows[index]
-        if is_lsgpt:
+        if has_kinds:
             groups |= {f"{name}/global": row[is_global[index]], f"{name}/local": row[~is_global[index]]}
         else:
             groups[name] = row

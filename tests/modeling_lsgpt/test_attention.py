@@ -232,7 +232,7 @@ def test_sinks_are_not_soft_capped(engine):
 def test_sinks_where_no_kernel_returns_the_log_sum_exp(length, sinks, monkeypatch):
     """As on other devices than the CPU: the sink is a key of its own."""
     monkeypatch.setattr(local_lsgpt._SinkAttention, "apply", None)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(local_lsgpt, "HAS_CPU_OPERATORS", False)
     for name in ("plain", "left", "packed") if length > 1 else ("plain",):
         for head_dim in (20, 16):
             check(HEADS["H12-G4-KV6"], "sdpa", torch.float32, length, name, head_dim=head_dim, **sinks)
@@ -536,9 +536,11 @@ def test_dropout_drops_its_share_in_each_head_and_keeps_the_mean(engine, probabi
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))
 
 
+@pytest.mark.parametrize("has_operators", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_part_that_follows_a_past_needs_no_mask(dtype):
-    """Outputs and gradients, with grouped queries."""
+def test_a_part_that_follows_a_past_needs_no_mask(dtype, has_operators, monkeypatch):
+    """Outputs and gradients, with grouped queries, also if a later PyTorch lacks the operators of the CPU."""
+    monkeypatch.setattr(local_lsgpt, "HAS_CPU_OPERATORS", has_operators)
     visible = visible_pairs(6, 6, 0, 21, 50)
     exact = [torch.randn(2, heads, length, 12, dtype=torch.float64) for heads, length in ((6, 21), (2, 50), (2, 50))]
     weights = torch.randn(2, 21, 6, 12, dtype=torch.float64)
@@ -547,6 +549,7 @@ def test_a_part_that_follows_a_past_needs_no_mask(dtype):
         tensors = [x.clone().requires_grad_() for x in tensors]
         if len(results) == 2:
             output = past_attention_forward(*tensors, scaling=12**-0.5)
+            assert any("_PastAttention" in name for name in autograd_functions(output)) == has_operators
         else:
             output = dense_attention(*tensors, visible)[0]
         results.append([output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), tensors)])

@@ -125,6 +125,12 @@ def test_causal_lower_right_shows_queries_what_came_before():
     assert actual.equal(expected)
 
 
+def test_tensors_of_vmap_are_known_by_is_functorch_wrapped_tensor():
+    is_wrapped, seen = torch._C._functorch.is_functorch_wrapped_tensor, []
+    torch.func.vmap(lambda x: seen.append(is_wrapped(x)) or x)(torch.ones(2))
+    assert seen == [True] and not is_wrapped(torch.ones(2))
+
+
 def test_modules_keep_hooks_in_four_dictionaries():
     linear = nn.Linear(1, 1)
     register = {

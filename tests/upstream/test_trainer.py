@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -97,6 +98,28 @@ def test_trainer_asks_the_methods_that_are_overridden(trainer):
     decayed, others = instance.create_optimizer().param_groups
     assert seen[1:] == ["get_decay_parameter_names"] and instance.create_optimizer() is instance.optimizer
     assert decayed["params"] == [instance.model.table] and others["params"] == []
+
+
+def test_trainer_saves_optimizer_and_scheduler_before_its_state(trainer, tmp_path):
+    class Asked(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            assert not list(Path(output_dir).glob("trainer_state.json"))
+            super()._save_optimizer_and_scheduler(output_dir)
+            (Path(output_dir) / "more").touch()
+
+    instance = trainer(max_steps=2, save_steps=1)
+    instance = Asked(instance.model, instance.args, train_dataset=[{"input_ids": [1, 2]}] * 2)
+    instance.train()
+    assert {file.parent.name for file in tmp_path.glob("*/more")} == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_trainer_has_a_collator_and_a_batch_size_and_counts_steps(trainer):
+    instance = trainer(per_device_train_batch_size=3, num_train_epochs=2)
+    collate = instance._get_collator_with_removed_columns(list, description="Training")
+    assert collate([{"input_ids": [1], "unknown": 2}]) == [{"input_ids": [1]}]
+    assert instance._train_batch_size == 3
+    loader = DataLoader(range(12), batch_size=3)
+    assert instance.set_initial_training_values(instance.args, loader)[-1] == 8
 
 
 def test_trainer_run_epoch_is_asked_for_every_epoch_until_training_is_to_stop(trainer):
