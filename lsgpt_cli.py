@@ -566,7 +566,9 @@ def _check_checkpoint(name: str):
         return
     from lsgpt.utilities import looks_like_a_path
 
-    if os.path.exists(name) or name.startswith("runs/") or looks_like_a_path(name):
+    if os.path.isfile(name):
+        raise ValueError(f"{name!r} is a file; give the folder of the checkpoint")
+    if name.startswith("runs/") or looks_like_a_path(name):
         raise ValueError(f"there is no folder {name!r}{_suggest_run(name)}")
 
 

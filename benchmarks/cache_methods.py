@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -30,7 +29,7 @@ from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.utilities import table
 
 from .quality import interval, load, read_text
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 FOLLOWING = 128
@@ -170,10 +169,16 @@ def main(arguments: list[str]):
     parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
     parser.add_argument("--save-whole", metavar="FOLDER", help="keep the one with whole layers, to heal it")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a passage; default: %(default)s")
-    parser.add_argument("--passages", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--passages", type=at_least(1), default=20, help="default: %(default)s")
     parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
     parser.add_argument("--max-blocks", type=int, default=4, help="as for `lsgpt convert`; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=OUTPUT / "cache_methods.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        type=result_file,
+        metavar="FILE",
+        default=OUTPUT / "cache_methods.json",
+        help="default: %(default)s",
+    )
     options = parser.parse_args(arguments)
 
     result = begin_result("cache_methods", *arguments)

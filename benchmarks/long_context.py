@@ -7,7 +7,6 @@ it takes so long. All have the shape of the preset `paper-v1` and sinusoidal pos
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from transformers import DynamicCache
@@ -18,7 +17,7 @@ from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .decode import live_bytes
 from .memory import in_own_process
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, begin_result, result_file, write_result
 
 
 def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) -> dict[str, float]:
@@ -65,7 +64,9 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--mhsa_length", type=int, default=2**15, help="tokens of the comparison; default: %(default)s"
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT / "long_context.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "long_context.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
 
     result = begin_result("long_context", *arguments) | {"rows": []}

@@ -10,7 +10,6 @@ import argparse
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .peers import PAIRS, STOCK, gpt2_config, llama_config, load_shape, stock_family
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, begin_result, result_file, write_result
 
 
 GROWTH = {
@@ -91,7 +90,9 @@ def main(arguments: list[str]):
         metavar="PRESET_OR_FOLDER",
         help="shape of the comparison; default: %(default)s",
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT / "memory.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "memory.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
 
     result, peaks = begin_result("memory", *arguments) | {"rows": [], "ratios": []}, {}

@@ -36,7 +36,7 @@ from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.training.data import load_documents
 from lsgpt.utilities import table
 
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 ROUNDS = 20
@@ -58,6 +58,19 @@ def load(name: str) -> PreTrainedModel:
     if model.dtype != torch.float32:  # one from a GGUF file is, and its `float` raises an error
         model = model.float()
     return model.to(device)
+
+
+def check_positions(name: str, length: int):
+    """Raises `ValueError` if a model has learned positions, and fewer than `length`."""
+    if name.endswith(".gguf"):
+        return
+    config = AutoConfig.from_pretrained(name)
+    is_learned = config.model_type == "gpt2" or getattr(config, "position_embedding_type", None) == "learned"
+    if is_learned and length > config.max_position_embeddings:
+        raise ValueError(
+            f"`--block_sizes` and `--lengths` must be at most the {config.max_position_embeddings} positions of "
+            f"{name!r}; got {length}"
+        )
 
 
 def read_text(text: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
@@ -246,27 +259,46 @@ def main(arguments: list[str]):
     )
     parser.add_argument("--text", required=True, help="a file or folder, read from its beginning")
     parser.add_argument(
-        "--block_sizes", type=int, nargs="*", default=[2048, 8192], help="tokens in a block; default: %(default)s"
+        "--block_sizes",
+        type=at_least(2),
+        nargs="*",
+        default=[2048, 8192],
+        help="tokens in a block; default: %(default)s",
     )
-    parser.add_argument("--tokens", type=int, default=200_000, help="tokens for each perplexity; default: %(default)s")
     parser.add_argument(
-        "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="of passages; default: %(default)s"
+        "--tokens", type=at_least(1), default=200_000, help="tokens for each perplexity; default: %(default)s"
     )
-    parser.add_argument("--passages", type=int, default=100, help="passages of each length; default: %(default)s")
+    parser.add_argument(
+        "--lengths",
+        type=at_least(1),
+        nargs="*",
+        default=[1024, 2048, 4096, 8192],
+        help="of passages; default: %(default)s",
+    )
+    parser.add_argument(
+        "--passages", type=at_least(1), default=100, help="passages of each length; default: %(default)s"
+    )
     parser.add_argument(
         "--distance", type=int, default=512, help="least number of tokens between a number and its question"
     )
     parser.add_argument("--minutes", type=float, help="stop after this time; repeat the command to go on")
-    parser.add_argument("--output", type=Path, default=OUTPUT / "quality.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "quality.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
 
+    sizes = [*options.block_sizes, *options.lengths]
+    if not sizes:
+        parser.error("`--block_sizes` or `--lengths` must have a number")
     result = begin_result("quality", *arguments)
+    for name in options.models:
+        check_positions(name, max(sizes))
     tokenizer = load_tokenizer(options.models[0])
     if tokenizer is None:
         raise ValueError(f"the first model must have a tokenizer to read a text with; {options.models[0]!r} has none")
-    tasks, most = list_tasks(options), max([*options.block_sizes, *options.lengths])
-    # The same text for some of the sizes as for all of them.
-    needed = -(-options.tokens // max(most, 8192)) * max(most, 8192)
+    tasks = list_tasks(options)
+    # The same text for some of the usual sizes as for all of them, and whole blocks of all sizes.
+    needed = max(-(-options.tokens // size) * size for size in (max(*sizes, 8192), *options.block_sizes))
     text = read_text(options.text, tokenizer, needed)
     passages = {
         length: make_passages(tokenizer, text, length, options.passages, options.distance, seed=2)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from lsgpt import LSGPTConfig
 
 from .memory import in_own_process
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, begin_result, result_file, write_result
 
 
 TOKENS = 8192
@@ -92,7 +92,9 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--batched_tokens", type=int, nargs="+", default=[256, 512, 1024, 2048], help="in a step; default: %(default)s"
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT / "serving.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "serving.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     installed = packages_distributions().get("vllm")  # the CPU build has a name of its own
     if installed is None:

@@ -24,7 +24,7 @@ from lsgpt.utilities import split_bytes
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .peers import load_shape
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, begin_result, result_file, write_result
 
 
 MODELS = {"lsgpt": {}, "mhsa": {"num_global_heads": "all"}}
@@ -109,7 +109,9 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--preset", default="paper-v1", metavar="PRESET_OR_FOLDER", help="shape of the models; default: %(default)s"
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT / "split.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "split.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
 
     result = begin_result("split", *arguments) | {"rows": []}

@@ -8,7 +8,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -19,7 +18,7 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import LOCAL
 from lsgpt.training import LogitTelemetryCallback
 
-from .record import OUTPUT, begin_result, write_result
+from .record import OUTPUT, begin_result, result_file, write_result
 
 
 LIMIT = 1.03
@@ -178,7 +177,9 @@ def main(arguments: list[str]):
     parser.add_argument("--every_n_steps", type=int, default=50, help="interval of the callback's measurements")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--preset", default="paper-v1")
-    parser.add_argument("--output", type=Path, default=OUTPUT / "telemetry.json", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=result_file, metavar="FILE", default=OUTPUT / "telemetry.json", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     if not 2 <= options.every_n_steps <= options.steps:
         parser.error(f"--every_n_steps must be between 2 and --steps ({options.steps}); got {options.every_n_steps}")

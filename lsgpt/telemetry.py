@@ -95,6 +95,8 @@ class MaxLogits:
                 'attn_implementation="eager". nn.DataParallel runs copies of the model; use one process per GPU'
             )
         device = next(layers[0].parameters()).device
+        if device.type == "meta":  # the weights are offloaded
+            device = layers[0].max_logits.device
         return nn.utils.rnn.pad_sequence([layer.max_logits.to(device) for layer in layers], batch_first=True)
 
     def layer_numbers(self) -> list[int]:
@@ -137,12 +139,16 @@ def measure_max_logits(model: nn.Module, **inputs) -> torch.Tensor:
     ```
     """
     recorder = MaxLogits(model)
+    # A measurement that has begun, such as that of a training step, goes on afterwards.
+    begun = [{name: vars(layer).get(name) for name in ("max_logits", "split_heads")} for layer in recorder.layers]
     recorder.start()
     try:
         model(**{"use_cache": False, **inputs})
         return recorder.read()
     finally:
         recorder.stop()
+        for layer, values in zip(recorder.layers, begun):
+            vars(layer).update({name: value for name, value in values.items() if value is not None})
 
 
 def split_and_measure(layer: Any, query, key, value, attention_mask: AttentionMasks, *args) -> list[tuple]:

@@ -316,7 +316,7 @@ def _hub_link(name: str, kind: str = "") -> str:
 
 def _is_on_hub(name: str) -> bool:
     """Whether a name refers to the Hub and not to a path, decided as in `load_dataset` and `from_pretrained`."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
+    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
 def _recipe_metadata(recipe: dict) -> dict:

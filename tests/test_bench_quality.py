@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -133,6 +135,41 @@ def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
     assert "`--output` must be new for a model whose weights have changed" in capsys.readouterr().err
     assert lsgpt_cli.main([*command[:-1], "out/long.json", "--tokens", "100000"]) == 2
     assert "`--text` must have at least 106496 tokens" in capsys.readouterr().err
+
+
+def test_every_block_is_whole(folder, tmp_path):
+    """Documents are read until there are enough tokens for blocks of any size."""
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("all of the words " * 60, encoding="utf-8")
+    options = ["--text", str(tmp_path / "text"), "--tokens", "8192", "--lengths", "--block_sizes", "3000"]
+    quality.main([str(folder / "source"), *options, "--output", str(tmp_path / "quality.json")])
+    raw = [json.loads(line) for line in (tmp_path / "quality.jsonl").read_text().splitlines()]
+    losses = [item["loss"] for item in raw]
+    assert len(losses) == 3 and min(losses) > 0.9 * max(losses)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "old.jsonl"], r"argument --output: must be a \.json file; got 'old.jsonl'"),
+        (["--output", "."], r"argument --output: must be a \.json file; got '.'"),
+        (["--block_sizes", "--lengths"], "`--block_sizes` or `--lengths` must have a number"),
+        (["--block_sizes", "1"], "argument --block_sizes: must be an integer of 2 or more; got '1'"),
+        (["--passages", "0"], "argument --passages: must be an integer of 1 or more; got '0'"),
+        (["--tokens", "0"], "argument --tokens: must be an integer of 1 or more; got '0'"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        quality.main(["nowhere", "--text", "nowhere", *options])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_models_with_too_few_positions_are_refused(tmp_path):
+    GPT2Config(n_positions=1024).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"must be at most the 1024 positions of '.*'; got 8192"):
+        quality.main([str(tmp_path), "--text", "nowhere", "--output", str(tmp_path / "quality.json")])
 
 
 def test_capped_logits():

@@ -386,6 +386,7 @@ def test_info_tells_what_differs_from_gpt2s_blocks(tmp_path, capsys, values, blo
         (["info", "GPT2"], "must be an LSGPT checkpoint; its model type is 'gpt2'"),
         (["generate", "EMPTY", "def "], "has no config.json"),
         (["generate", "EMPTY/missing", "def "], "there is no folder"),
+        (["generate", "RUN/config.json", "def "], "config.json' is a file; give the folder of the checkpoint"),
         (["generate", "RUN", ""], "`prompt` must have at least one token"),
         (["generate", "RUN", "def ", "--max_new_tokens", "63"], "`--max-new-tokens` must be at most 62"),
         (["generate", "a/b/c", "def"], "there is no folder 'a/b/c'"),

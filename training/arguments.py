@@ -24,6 +24,7 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
+from .data import ALGORITHMS, STDLIB
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
 
@@ -43,8 +44,8 @@ class ModelArguments:
     )
     config_overrides: dict | str | None = HfArg(
         default=None,
-        help="Fields of LSGPTConfig that replace the model's, as in '{hidden_size: 64, qk_norm: true}'; "
-        "`num_global_heads: all` is plain multi-head attention.",
+        help="Fields of LSGPTConfig that replace the model's, as in '{hidden_size: 64, qk_norm: true}'; on the "
+        "command line, in addition to the recipe's. `num_global_heads: all` is plain multi-head attention.",
     )
     attn_implementation: str | None = HfArg(
         default=None,
@@ -219,6 +220,11 @@ def parse_arguments(
             raise ValueError(
                 f"`{field}` has no effect with the recipe's `{other}: {value}`; give --{other} {needed} with it"
             )
+    if given.model_name_or_path and "tokenizer" in named:
+        raise ValueError(
+            "`tokenizer` must not be given with `model_name_or_path`, whose tokenizer fine-tuning keeps; got "
+            f"{given.tokenizer!r} and {given.model_name_or_path!r}"
+        )
     if given.model_name_or_path and "preset" in named:
         raise ValueError(
             "`preset` must not be given with `model_name_or_path`, whose shape the model has; got "
@@ -230,6 +236,9 @@ def parse_arguments(
                 f"`preset: {given.preset}` of the recipe is not used: `model_name_or_path` defines the model's shape"
             )
         given.preset = None
+    before, now = (_read_yaml(overrides) for overrides in (values.get("config_overrides"), given.config_overrides))
+    if isinstance(before, dict) and isinstance(now, dict):
+        given.config_overrides = {**before, **now}
     checkpoint = given.resume_from_checkpoint and find_checkpoint(given.resume_from_checkpoint)
     given.resume_from_checkpoint = checkpoint and str(checkpoint)
     folder = given.output_dir or (checkpoint and checkpoint.parent)
@@ -242,8 +251,9 @@ def parse_arguments(
     ours = {**asdict(model), **asdict(data), **asdict(run), "seed": training.seed}
     for field in ("dataset_name", "tokenizer", "model_name_or_path", "teacher"):
         # So that it is nowhere taken for a name on the Hub, which it looks like.
-        if re.fullmatch(r"[^./~][^/]*/[^/]+", ours[field] or "") and Path(ours[field]).exists():
-            ours[field] = f"./{ours[field]}"
+        name = ours[field] or ""
+        if re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name) and name not in (STDLIB, *ALGORITHMS) and Path(name).exists():
+            ours[field] = f"./{name}"
     # A repeated run needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {k: v for k, v in vars(given).items() if v != defaults[k] and k not in left_out}
@@ -251,6 +261,10 @@ def parse_arguments(
         changed["warmup_steps"] = int(warmup)  # a float, because values below 1 are a share of the training
     arguments = Arguments(model, data, run, training, {**ours, **changed})
     check_arguments(arguments)
+    if "sink_learning_rate" in named and not arguments.build_config().attention_sinks:
+        raise ValueError(
+            f"`sink_learning_rate` must be unset for a model without `attention_sinks`; got {model.sink_learning_rate}"
+        )
     if not folder and training.process_index == 0:
         training.output_dir = str(free_folder(Path(training.output_dir)))
     training.output_dir = broadcast_object_list([training.output_dir])[0]
@@ -329,6 +343,10 @@ def check_arguments(arguments: Arguments):
         raise ValueError(
             "`max_steps` must be at least 1, or -1 with a positive and finite `num_train_epochs`; got "
             f"{args.max_steps} and {args.num_train_epochs}"
+        )
+    if args.optim_args and args.optim in ("adamw_torch", "adamw_torch_fused") and not arguments.uses_adagc:
+        raise ValueError(
+            f"`optim_args` must be unset with `optim: {args.optim.value}`, which takes none; got {args.optim_args!r}"
         )
     # Built once, because the Trainer does it only after the text has been tokenized.
     options = {k: v for k, v in (args.lr_scheduler_kwargs or {}).items() if k != "num_training_steps"}

@@ -1,6 +1,7 @@
 """Averages of the weights during training, kept beside the trained weights, for any `Trainer` and any model."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.data_loader import get_sampler
 from accelerate.utils import extract_model_from_parallel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
@@ -294,7 +297,7 @@ class AveragedWeightsCallback(TrainerCallback):
         if not self.averages or is_another or kwargs.get("description") != "Evaluation":
             return raw_loop(*args, **kwargs)
         named = {**kwargs, "metric_key_prefix": f"{kwargs.get('metric_key_prefix', 'eval')}_{self.name}"}
-        with self.averaged_weights(trainer.model), _keep_random_state(trainer.args.device):
+        with self.averaged_weights(trainer.model), _keep_state(trainer, *args, **kwargs):
             # The class's own method, because `raw_loop` may belong to another such callback.
             averaged = type(trainer).evaluation_loop(trainer, *args, **named)
         output = raw_loop(*args, **kwargs)
@@ -400,12 +403,22 @@ def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
 
 @contextlib.contextmanager
-def _keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restores the states of the random number generators of Python, NumPy and PyTorch afterwards."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+def _keep_state(trainer: Trainer, dataloader: DataLoader, *args, **kwargs) -> Iterator[None]:
+    """
+    Restores what an evaluation changes afterwards: the states of the random number generators of Python, NumPy,
+    PyTorch and the sampler, and the metrics that the trainers of TRL collect.
+    """
+    device, python_state, numpy_state = trainer.args.device, random.getstate(), np.random.get_state()
+    generator = getattr(get_sampler(dataloader), "generator", None)
+    sampler_state = None if generator is None else generator.get_state()
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        if generator is not None:
+            generator.set_state(sampler_state)
+        if metrics is not None:
+            trainer._metrics = metrics

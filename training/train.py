@@ -66,12 +66,15 @@ NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a model's configuration that a run takes from its tokenizer."""
 
-OPTIMIZER_FIELDS = ("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-"""Settings that an optimizer's state contains. When a run resumes, it replaces those of the arguments."""
+OPTIMIZER_FIELDS = (
+    *("optim", "optim_args", "trainable"),
+    *("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+)
+"""What an optimizer's state belongs to, or contains: when a run resumes, it replaces the settings of the arguments."""
 
 
 def check_optimizer(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if a run would resume with other settings of the optimizer, which would have no effect."""
+    """Raises `ValueError` if a run would resume with another optimizer, or with settings that its state replaces."""
     recipe = Path(checkpoint).parent / "recipe.yaml"
     before, now = load_recipe(recipe) if recipe.is_file() else arguments.recipe, arguments.recipe
     for name in OPTIMIZER_FIELDS:
@@ -113,7 +116,11 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
 
 def check_evaluation(args: TrainingArguments):
     """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
-    for field, needed in (("prediction_loss_only", False), ("eval_do_concat_batches", True)):
+    for field, needed in (
+        ("prediction_loss_only", False),
+        ("batch_eval_metrics", False),
+        ("eval_do_concat_batches", True),
+    ):
         if (value := getattr(args, field)) != needed:
             raise ValueError(
                 f"`{field}` must be {str(needed).lower()}; got {value}: figures need the loss of each token"
@@ -310,11 +317,11 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     args = trainer.args
     folder = Path(args.output_dir)
     is_main = trainer.is_world_process_zero()
-    if is_main:
+    if is_main and not args.resume_from_checkpoint:
         _write_recipe(folder, arguments)
-
     if args.resume_from_checkpoint:
         args.eval_on_start = False  # done at the first start; the checkpoint's log has it
+        trainer.add_callback(_WriteRecipeCallback(arguments))
     teacher_perplexity = None
     if trainer.teacher is not None:
         teacher_perplexity = measure_perplexity(trainer.teacher, trainer.eval_dataset, args)
@@ -343,6 +350,17 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     if args.push_to_hub:
         trainer.push_to_hub()
     return results
+
+
+class _WriteRecipeCallback(TrainerCallback):
+    """Writes the recipe of a run that resumes once its checkpoint has been loaded, so that a mistake leaves it."""
+
+    def __init__(self, arguments: Arguments):
+        self.arguments = arguments
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            _write_recipe(Path(args.output_dir), self.arguments)
 
 
 def _write_recipe(folder: Path, arguments: Arguments):

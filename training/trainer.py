@@ -58,6 +58,11 @@ class LSGPTTrainer(Trainer):
         # By name, because code loaded from a checkpoint defines its own class; adapters may be around it.
         names = {type(module).__name__ for module in self.model.modules()}
         self.has_own_loss = LSGPTForCausalLM.__name__ in names
+        if sink_learning_rate is not None and self.optimizer is not None:
+            raise ValueError(
+                "`sink_learning_rate` must be unset with an optimizer in `optimizers`, whose groups have their own "
+                f"learning rates; got {sink_learning_rate}. Give it a group of `sink_parameters(model)`"
+            )
         for name, value in (("z_loss", z_loss), ("teacher", teacher)):
             if value and self.compute_loss_func is not None:
                 raise ValueError(f"`compute_loss_func` must be unset with `{name}`, which is part of the model's loss")

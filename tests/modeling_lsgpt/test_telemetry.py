@@ -3,12 +3,13 @@
 import pytest
 import torch
 from reference import visible_pairs
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from lsgpt import logits, measure_max_logits
+from lsgpt import LSGPTForCausalLM, logits, measure_max_logits
 from lsgpt.logits import max_logits
 from lsgpt.modeling_lsgpt import Visibility
+from lsgpt.telemetry import MaxLogits
 
 
 def brute_force(query, key, visible):
@@ -108,6 +109,32 @@ def test_models_with_code_of_their_own(tiny_model, tmp_path):
     model = get_class_from_dynamic_module("modeling_lsgpt.LSGPTForCausalLM", tmp_path).from_pretrained(tmp_path)
     assert not isinstance(model, type(expected))
     assert torch.equal(*(measure_max_logits(each.eval(), input_ids=ids) for each in (model, expected)))
+
+
+@pytest.mark.parametrize("kind", ["lsgpt", "llama"])
+def test_a_measurement_during_another_does_not_count_in_it(tiny_model, kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = tiny_model() if kind == "lsgpt" else LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
+    batches = torch.randint(97, (3, 2, 20))
+    first, second, third = (measure_max_logits(model, input_ids=ids) for ids in batches)
+    recorder = MaxLogits(model)
+    recorder.start()
+    model(batches[0])
+    assert torch.equal(measure_max_logits(model, input_ids=batches[1]), second)
+    model(batches[2])
+    assert torch.equal(recorder.read(), torch.maximum(first, third))
+    recorder.stop()
+    assert torch.equal(measure_max_logits(model, input_ids=batches[1]), second)
+
+
+def test_offloaded_layers(tiny_model, tmp_path):
+    model, ids = tiny_model(), torch.randint(97, (2, 20))
+    model.save_pretrained(tmp_path)
+    devices = {name: "disk" if name == "layers" else "cpu" for name, _ in model.model.named_children()}
+    devices = {f"model.{name}": device for name, device in devices.items()} | {"lm_head": "cpu"}
+    loaded = LSGPTForCausalLM.from_pretrained(tmp_path, device_map=devices, offload_folder=tmp_path / "offload")
+    assert next(loaded.model.layers.parameters()).is_meta
+    torch.testing.assert_close(measure_max_logits(loaded, input_ids=ids), measure_max_logits(model, input_ids=ids))
 
 
 def test_pairs_of_an_additive_mask_count_in_half_precision_too():

@@ -81,9 +81,14 @@ def test_no_is_a_strategy(tmp_path):
 def test_config_overrides_change_the_model(tmp_path):
     recipe = write_recipe(tmp_path, "config_overrides: {num_hidden_layers: 5}\n")
     assert parse_arguments(recipe).build_config().num_hidden_layers == 5
-    config = parse_arguments(recipe, ["--config_overrides", '{"qk_norm": true}']).build_config()
-    assert config.qk_norm
-    assert config.num_hidden_layers != 5
+    given = ["--config_overrides", '{"qk_norm": true}']
+    config = parse_arguments(recipe, given).build_config()
+    assert config.qk_norm and config.num_hidden_layers == 5
+    assert parse_arguments("demo", given).build_config().num_hidden_layers != 5
+    assert (
+        parse_arguments(recipe, ["--config_overrides", "{num_hidden_layers: 6}"]).build_config().num_hidden_layers == 6
+    )
+    assert parse_arguments(recipe, ["--config_overrides", "null"]).build_config().num_hidden_layers != 5
     config = parse_arguments("demo", ["--config_overrides", "{num_global_heads: all}"]).build_config()
     assert config.num_global_heads_per_layer == [config.num_attention_heads] * config.num_hidden_layers
 
@@ -135,6 +140,17 @@ def test_config_overrides_change_the_model(tmp_path):
         ("averaging: {decay: 0.9}", [], "`averaging` must be a kind, or a mapping of a kind and .*; got"),
         ("averaging: bema\nmax_steps: 399", [], "`every_n_steps` of the average must be at most the 399 .* got 400"),
         ("{}", ["--averaging", "{kind: ema, name: x}"], "the average ema has the settings .*; got 'name'"),
+        (
+            "model_name_or_path: nowhere/at-all",
+            ["--tokenizer=unigram"],
+            "`tokenizer` must not be given with `model_name_or_path`, .* got 'unigram' and 'nowhere/at-all'",
+        ),
+        (
+            "optim_args: lambda_rel=1.05",
+            [],
+            "`optim_args` must be unset with `optim: adamw_torch.*got 'lambda_rel=1.0",
+        ),
+        ("{}", ["--sink_learning_rate=0.1"], "`sink_learning_rate` must be unset for a model without .*; got 0.1"),
         ("model_name_or_path: nowhere/at-all", [], "there is no checkpoint 'nowhere/at-all'"),
         ("max_steps: null", [], "`max_steps` of recipe mine must have a value; got null"),
         ("dataset_name: [a.txt, b.txt]", [], r"`dataset_name` of recipe mine must be one value; got \['a.txt', 'b"),
@@ -180,7 +196,10 @@ def test_fields_that_have_an_effect_because_of_others_on_the_command_line(tmp_pa
 
 def test_local_paths_cannot_be_taken_for_names_on_the_hub(tmp_path):
     (tmp_path / "data" / "books").mkdir(parents=True)
-    for name, recorded in (("data/books", "./data/books"), ("./data/books", "./data/books"), ("a/b", "a/b")):
+    for name in ("bpe", "stdlib"):
+        (tmp_path / name).mkdir()
+    names = {"data/books": "./data/books", "./data/books": "./data/books", "data": "./data", "a/b": "a/b"}
+    for name, recorded in {**names, "wikitext": "wikitext", "stdlib": "stdlib"}.items():
         arguments = parse_arguments("demo", ["--dataset_name", name])
         assert arguments.recipe["dataset_name"] == recorded and arguments.recipe["tokenizer"] == "bpe"
 

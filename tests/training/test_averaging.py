@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from trainers import random_rows, trainer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.integrations import deepspeed
+from trl import SFTConfig, SFTTrainer
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import AVERAGES, AveragedWeightsCallback, LSGPTTrainer, averaging, parse_arguments
@@ -427,6 +429,31 @@ def test_evaluating_averages_draws_no_random_numbers(tmp_path):
     AveragedWeightsCallback("ema", decay=0.7).attach(trainer)
     trainer.train()
     assert len(drawn) == 6 and drawn[::2] == drawn[1::2] and len(set(drawn)) == 3
+
+
+def test_metrics_that_trl_collects_are_of_the_raw_weights(tiny_model, tmp_path):
+    tokenizer, logs = train_tokenizer(["a few words to train on"], 300), []
+    rows = Dataset.from_list([{"text": f"{'a few words ' * n}to train on"} for n in range(1, 9)])
+    for attached in (False, True):
+        options = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "logging_steps": 2,
+            "learning_rate": 1e-2,
+            "max_steps": 4,
+        }
+        args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no", **options)
+        trainer = SFTTrainer(
+            tiny_model(vocab_size=300), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer
+        )
+        if attached:
+            AveragedWeightsCallback("ema", decay=0.9).attach(trainer)
+        trainer.train()
+        logs.append([log for log in trainer.state.log_history if "eval_loss" in log])
+    for plain, averaged in zip(*logs, strict=True):
+        assert averaged["eval_averaged_loss"] != plain["eval_loss"]
+        for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+            assert averaged[name] == plain[name]
 
 
 def test_two_averages_of_one_training(tmp_path):

@@ -423,6 +423,12 @@ def test_sinks_may_have_a_learning_rate_of_0(tmp_path):
     assert [group["lr"] for group in optimizer.param_groups for _ in group["params"]].count(0) == 4
 
 
+def test_a_learning_rate_of_sinks_needs_an_optimizer_of_the_trainer(tiny_model, tmp_path):
+    model, args = tiny_model(attention_sinks=True), TrainingArguments(str(tmp_path), report_to="none")
+    with pytest.raises(ValueError, match=r"`sink_learning_rate` must be unset with an optimizer in .*; got 0.5"):
+        LSGPTTrainer(model, args, sink_learning_rate=0.5, optimizers=(torch.optim.SGD(model.parameters()), None))
+
+
 @pytest.mark.parametrize("trainable", ["all", "lora"])
 def test_sinks_and_their_biases_learn_at_a_rate_of_their_own_and_vectors_do_not_decay(tmp_path, trainable):
     fields = {"sink_learning_rate": 0.5, "learning_rate": 0.25, "weight_decay": 0.125, "lr_scheduler_type": "linear"}

@@ -25,7 +25,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from lsgpt.training import soft_grpo, soft_thinking
+from lsgpt.training import AveragedWeightsCallback, soft_grpo, soft_thinking
 from lsgpt.training.soft_grpo import STEP_FIELDS, SoftGRPOConfig, SoftGRPOTrainer, find_end_of_thinking
 
 
@@ -232,6 +232,20 @@ def test_training(build, name, options, tmp_path):
     assert all(torch.equal(saved[key], after[key]) for key in after)
     assert math.isfinite(trainer.evaluate()["eval_loss"])
     assert trainer.state.log_history[-1]["eval_completions/mean_thinking_length"] > 0
+
+
+def test_evaluating_averages_leaves_evaluations_alone(build):
+    """The sampler of these has random numbers of its own."""
+    logs = []
+    for attached in (False, True):
+        trainer = build("lsgpt", max_steps=2, eval_strategy="steps", eval_steps=1)
+        if attached:
+            AveragedWeightsCallback("ema", decay=0.9).attach(trainer)
+        trainer.train()
+        logs.append(
+            [(log["eval_loss"], log["eval_reward"]) for log in trainer.state.log_history if "eval_loss" in log]
+        )
+    assert len(logs[0]) == 2 and logs[0] == logs[1]
 
 
 def test_adapters_are_trained_against_the_model_without_them(build):

@@ -204,8 +204,12 @@ def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transformers.Trainer.train", interrupt)
-    command = f"lsgpt train --resume_from_checkpoint {folder}"
+    command, before = f"lsgpt train --resume_from_checkpoint {folder}", (folder / "recipe.yaml").read_bytes()
+    with monkeypatch.context() as other:  # while the checkpoint is loaded
+        other.setattr("transformers.Trainer._load_optimizer_and_scheduler", interrupt)
+        assert lsgpt_cli.main([*command.split()[1:], "--max_steps", "9"]) == 130
+    assert (folder / "results.json").exists() and (folder / "recipe.yaml").read_bytes() == before
+    monkeypatch.setattr("lsgpt.training.LSGPTTrainer._run_epoch", interrupt)
     other = yaml.safe_dump({**RECIPE["config_overrides"], "sliding_window": 4}, default_flow_style=True)
     assert lsgpt_cli.main([*command.split()[1:], "--config_overrides", other]) == 2
     assert "`sliding_window` of the model must be as before (8)" in capsys.readouterr().err
@@ -217,7 +221,11 @@ def test_the_folder_of_a_run_is_its_own(recipe, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"]
+    "name",
+    [
+        *("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("optim", "optim_args", "trainable"),
+    ],
 )
 def test_settings_that_the_optimizer_would_ignore_are_refused(tmp_path, name):
     checkpoint, arguments = tmp_path / "checkpoint-9", SimpleNamespace(recipe={name: 0.5})
@@ -490,7 +498,7 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         overrides = ["--config_overrides", override, "--output_dir", tmp_path / "random"]
         assert lsgpt_cli.main(["train", *map(str, [*arguments[:-4], *overrides])]) == 2
         assert re.search(f"the weights in '{base}' must match .*{message}", capsys.readouterr().err)
-    arguments += ["--tokenizer", "bpe", "--block_size", "65", "--output_dir", tmp_path / "x"]
+    arguments += ["--block_size", "65", "--output_dir", tmp_path / "x"]
     assert lsgpt_cli.main(["train", *map(str, arguments)]) == 2
     assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in capsys.readouterr().err
 
@@ -512,6 +520,7 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"streaming": True}, "the validation split of the stream has none"),
         ({"tokenizer": "nowhere/at-all"}, "`tokenizer`: the tokenizer 'nowhere/at-all' cannot"),
         ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
+        ({"batch_eval_metrics": True}, "`batch_eval_metrics` must be false; got True"),
         ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
     ],
 )
