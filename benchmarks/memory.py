@@ -68,14 +68,20 @@ def peak_of_training_step(name: str, length: int, preset: str) -> float:
     return peak_memory() - before
 
 
+def start_method(module: str) -> str:
+    """
+    How to start processes that run functions of a module: if possible, a server that has imported it, and so PyTorch,
+    forks them, because importing takes seconds.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload([module])
+    return "forkserver"
+
+
 def in_own_process(function: Callable, *arguments):
     """Calls a function in a new process and returns its result, because peak memory is measured per process."""
-    # If possible, a server that has already imported torch forks the processes, because importing takes seconds.
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
-        context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start_method(__name__))) as pool:
         return pool.submit(function, *arguments).result()
 
 

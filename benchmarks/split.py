@@ -23,6 +23,7 @@ from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
 from lsgpt.utilities import split_bytes
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
+from .memory import start_method
 from .peers import load_shape
 from .record import OUTPUT, begin_result, result_file, write_result
 
@@ -88,13 +89,11 @@ def measure(rank: int, folder: str, processes: int, preset: str, fields: dict, l
 
 def run(processes: int, *arguments) -> dict[str, float]:
     """Returns the highest peak memory, the bytes that the last process receives, and the longest time."""
-    methods = multiprocessing.get_all_start_methods()
-    method = "forkserver" if "forkserver" in methods else "spawn"  # the former imports PyTorch only once
-    if method == "forkserver":
-        multiprocessing.set_forkserver_preload([__name__])
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # bytes; glibc reads it when a process starts
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(measure, (folder, processes, *arguments), processes, start_method=method)
+        multiprocessing.start_processes(
+            measure, (folder, processes, *arguments), processes, start_method=start_method(__name__)
+        )
         found = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
     highest = {name: max(figures[name] for figures in found) for name in found[0]}
     return {**highest, "received_bytes": found[-1]["received_bytes"]}

@@ -16,21 +16,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lsgpt.configuration import LSGPTConfig, load_config, load_recipe
+from lsgpt.configuration import LSGPTConfig
 from lsgpt.telemetry import measure_max_logits
 from lsgpt.utilities import encode_prompt, load_complete, with_unit
 from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
-from .averaging import AveragedWeightsCallback, check_averages, check_updates
+from .averaging import AveragedWeightsCallback, check_updates
 from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
-from .context_parallel import check_parallelism, processes_per_row
+from .context_parallel import check_parallelism
 from .data import (
     ALGORITHMS,
     collate_blocks,
@@ -42,12 +41,13 @@ from .data import (
     tokenize,
     train_tokenizer,
 )
-from .folders import check_checkpoint, make_folder
+from .folders import make_folder
 from .healing import check_teacher, choose_trainable, load_teacher, measure_perplexity
 from .hidden_numbers import HideNumbers
 from .metrics import LanguageModelingMetrics, token_losses
 from .report import points_of, write_report
 from .results import RunResult
+from .resuming import TOKENS, check_resuming
 from .stabilizers import IN_FLOAT32, adagc_optimizer, attend_in_float32
 from .telemetry import LogitTelemetryCallback
 from .trainer import LSGPTTrainer
@@ -61,57 +61,6 @@ TOKENIZER_CHARACTERS = 20_000_000
 
 NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
-
-
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of a model's configuration that a run takes from its tokenizer."""
-
-OPTIMIZER_FIELDS = (
-    *("optim", "optim_args", "trainable"),
-    *("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-)
-"""What an optimizer's state belongs to, or contains: when a run resumes, it replaces the settings of the arguments."""
-
-
-def check_optimizer(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if a run would resume with another optimizer, or with settings that its state replaces."""
-    recipe = Path(checkpoint).parent / "recipe.yaml"
-    before, now = load_recipe(recipe) if recipe.is_file() else arguments.recipe, arguments.recipe
-    for name in OPTIMIZER_FIELDS:
-        old, new = before.get(name, "the default"), now.get(name, "the default")
-        if old != new:
-            raise ValueError(
-                f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
-                f"got {new}. To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
-            )
-
-
-def check_model(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if the arguments of a run that resumes describe another model than its checkpoint has."""
-    before, now = load_config(checkpoint), arguments.build_config()
-    for name in LSGPTConfig.__annotations__:
-        if name not in (*TOKENS, "use_cache") and getattr(before, name) != getattr(now, name):
-            raise ValueError(
-                f"`{name}` of the model must be as before ({getattr(before, name)}) when a run resumes; got "
-                f"{getattr(now, name)}. To change it, begin a run with the weights: --model_name_or_path {checkpoint}"
-            )
-
-
-def check_stream(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
-    args, checkpoint = arguments.training, Path(checkpoint)
-    recipe, rest = checkpoint.parent / "recipe.yaml", "Otherwise, the stream would not continue where it was"
-    workers = load_recipe(recipe).get("dataloader_num_workers", 0) if recipe.is_file() else args.dataloader_num_workers
-    if (now := args.dataloader_num_workers) != workers:
-        raise ValueError(f"`dataloader_num_workers` must be {workers}, as before; got {now}. {rest}")
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # as it was found
-    blocks = rows * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
-    tokens, seen = blocks * arguments.data.block_size, state.num_input_tokens_seen
-    # A step that was not taken, because its loss was bad, does not count in `seen`.
-    if seen and state.global_step * tokens - seen not in (0, tokens):
-        before = f"{seen:,} in {state.global_step:,} steps"
-        raise ValueError(f"a step must have as many tokens as before ({before}); got {tokens:,}. {rest}")
 
 
 def check_evaluation(args: TrainingArguments):
@@ -148,13 +97,7 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
     check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
     if args.resume_from_checkpoint:
-        check_checkpoint(args.resume_from_checkpoint)
-        check_model(args.resume_from_checkpoint, arguments)
-        check_optimizer(args.resume_from_checkpoint, arguments)
-        if arguments.data.streaming and not args.ignore_data_skip:
-            check_stream(args.resume_from_checkpoint, arguments)
-        if arguments.run.averaging is not None:
-            check_averages(args.resume_from_checkpoint, arguments.run.averaging["kind"])
+        check_resuming(args.resume_from_checkpoint, arguments)
     optimizer, callbacks = adagc_optimizer(args) if arguments.uses_adagc else None, _callbacks(arguments.run)
     if args.process_index == 0:
         make_folder(args)

@@ -21,7 +21,7 @@ from lsgpt.training import RunResult, build_trainer, count_bytes, parse_argument
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
-from lsgpt.training.train import check_model, check_optimizer, check_stream
+from lsgpt.training.resuming import check_model, check_optimizer, check_stream
 from lsgpt.training.train import train as train_run
 
 
@@ -256,7 +256,7 @@ def test_a_stream_goes_on_with_the_same_rows(tmp_path, rows, per_row, steps_take
     args.train_batch_size, args.auto_find_batch_size = rows, finds_batch_size
     args.parallelism_config = SimpleNamespace(cp_size=per_row)
     with outcome:
-        check_stream(tmp_path, SimpleNamespace(training=args, data=SimpleNamespace(block_size=32)))
+        check_stream(tmp_path, SimpleNamespace(training=args, data=SimpleNamespace(block_size=32), recipe={}))
 
 
 def test_figures_of_the_best_checkpoint_are_its_own(train, recipe, tmp_path):

@@ -1,0 +1,78 @@
+"""What must be as before when a run goes on from a checkpoint, checked before anything is loaded or written."""
+
+from pathlib import Path
+
+from transformers import TrainerState
+
+from lsgpt.configuration import LSGPTConfig, load_config, load_recipe
+
+from .arguments import Arguments
+from .averaging import check_averages
+from .context_parallel import processes_per_row
+from .folders import check_checkpoint
+
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a model's configuration that a run takes from its tokenizer."""
+
+OPTIMIZER_FIELDS = (
+    *("optim", "optim_args", "trainable"),
+    *("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+)
+"""What an optimizer's state belongs to, or contains: when a run resumes, it replaces the settings of the arguments."""
+
+
+def check_resuming(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run cannot go on from a checkpoint with these arguments, or would not as they say."""
+    check_checkpoint(checkpoint)
+    check_model(checkpoint, arguments)
+    check_optimizer(checkpoint, arguments)
+    if arguments.data.streaming and not arguments.training.ignore_data_skip:
+        check_stream(checkpoint, arguments)
+    if arguments.run.averaging is not None:
+        check_averages(checkpoint, arguments.run.averaging["kind"])
+
+
+def recipe_before(checkpoint: str | Path, arguments: Arguments) -> dict:
+    """The recipe of the run that saved a checkpoint, or else that of the arguments."""
+    file = Path(checkpoint).parent / "recipe.yaml"
+    return load_recipe(file) if file.is_file() else arguments.recipe
+
+
+def check_optimizer(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run would resume with another optimizer, or with settings that its state replaces."""
+    before, now = recipe_before(checkpoint, arguments), arguments.recipe
+    for name in OPTIMIZER_FIELDS:
+        old, new = before.get(name, "the default"), now.get(name, "the default")
+        if old != new:
+            raise ValueError(
+                f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
+                f"got {new}. To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+            )
+
+
+def check_model(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if the arguments of a run that resumes describe another model than its checkpoint has."""
+    before, now = load_config(checkpoint), arguments.build_config()
+    for name in LSGPTConfig.__annotations__:
+        if name not in (*TOKENS, "use_cache") and getattr(before, name) != getattr(now, name):
+            raise ValueError(
+                f"`{name}` of the model must be as before ({getattr(before, name)}) when a run resumes; got "
+                f"{getattr(now, name)}. To change it, begin a run with the weights: --model_name_or_path {checkpoint}"
+            )
+
+
+def check_stream(checkpoint: str | Path, arguments: Arguments):
+    """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
+    args, rest = arguments.training, "Otherwise, the stream would not continue where it was"
+    workers = recipe_before(checkpoint, arguments).get("dataloader_num_workers", 0)
+    if (now := args.dataloader_num_workers) != workers:
+        raise ValueError(f"`dataloader_num_workers` must be {workers}, as before; got {now}. {rest}")
+    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # as it was found
+    blocks = rows * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
+    tokens, seen = blocks * arguments.data.block_size, state.num_input_tokens_seen
+    # A step that was not taken, because its loss was bad, does not count in `seen`.
+    if seen and state.global_step * tokens - seen not in (0, tokens):
+        before = f"{seen:,} in {state.global_step:,} steps"
+        raise ValueError(f"a step must have as many tokens as before ({before}); got {tokens:,}. {rest}")
