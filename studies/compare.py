@@ -13,10 +13,9 @@ from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.report import points_of
 from lsgpt.training.results import RunResult
 from lsgpt.utilities import suggest, table, with_unit
-from lsgpt.utilities.plots import CONTEXT_LABEL
+from lsgpt.utilities.plots import CONTEXT_LABEL, of_runs, plot_curves
 
 from .comparisons import Runs, format_values
-from .plots import of_runs, plot
 from .runner import run_study
 from .study import TrainingStudy, join_arm
 
@@ -125,7 +124,7 @@ class RecipeArms(TrainingStudy):
         def add(file: str, curve: Callable, xlabel: str, ylabel: str, **options: bool):
             curves = of_runs(runs, curve)
             if any(map(any, curves.values())):
-                sections.append(plot(folder / file, curves, xlabel, ylabel, **options))
+                sections.append(plot_curves(folder / file, curves, xlabel, ylabel, **options))
 
         step, loss = "optimizer step", "loss (nats per token)"
         add("loss.png", lambda run: run["curves"]["loss"], step, f"training {loss}")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from lsgpt.utilities.plots import of_runs, plot_curves
+
 from .comparisons import Comparison, Metric, Runs
 from .measurements import visible_pairs
-from .plots import of_runs, plot
 from .study import Study, tabulate
 
 
@@ -84,7 +85,7 @@ equally close fit was added after the runs."""
             ratios = enumerate(length / self.width for length in self.lengths)
             columns = {f"n / d = {ratio:g}": Metric("", f"fits.{i}.{key}", digits) for i, ratio in ratios}
             curves = of_runs(runs, lambda run: [(x["length_over_width"], x[key]) for x in run["fits"]])
-            shown = plot(folder / f"{key}.png", curves, "n / d, sequence length over width", title, log_x=True)
+            shown = plot_curves(folder / f"{key}.png", curves, "n / d, sequence length over width", title, log_x=True)
             return f"### {title}\n\n{tabulate(runs, columns)}\n\n{shown}"
 
         sections = [

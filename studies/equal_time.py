@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lsgpt.training import LSGPTTrainer
 from lsgpt.training.callbacks import read_metrics
+from lsgpt.utilities.plots import of_runs, plot_curves
 
 from .comparisons import LOSS, Comparison, Metric, Runs
 from .measurements import losses_by_context
-from .plots import of_runs, plot
 from .study import ON_A_CORE, TrainingStudy, tabulate, thin, validation_blocks
 
 
@@ -141,5 +141,5 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
         }
         times = np.linspace(self.budget / 30, self.budget, 30)  # in the logs, every run has others
         curves = of_runs(runs, lambda run: list(zip(times, np.interp(times, *np.transpose(run["loss_over_seconds"])))))
-        shown = plot(folder / "seconds.png", curves, "seconds of one core", "training loss (nats per token)")
+        shown = plot_curves(folder / "seconds.png", curves, "seconds of one core", "training loss (nats per token)")
         return f"{tabulate(runs, columns)}\n\n{shown}"

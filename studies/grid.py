@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from lsgpt.configuration import load_arms
 from lsgpt.training import LSGPTTrainer
 from lsgpt.training.data import collate_blocks
+from lsgpt.utilities.plots import plot_curves
 
 from .comparisons import DOUBLINGS, LOGIT, LOSS, Across, Best, Comparison, Metric, Runs, less
 from .measurements import mean_loss
-from .plots import plot
 from .study import FINAL, TrainingStudy, tabulate, validation_blocks
 
 
@@ -41,8 +41,8 @@ class Grid(TrainingStudy):
             losses, logits = (over(runs, pattern, metric) for metric in (LOSS, LOGIT))
             loss, logit = "final validation loss (nats per token)", "largest |logit| on the way"
             sections += [
-                plot(folder / "loss.png", losses, xlabel, loss, log_x=True),
-                plot(folder / "max_logit.png", logits, xlabel, logit, log_x=True, log_y=True),
+                plot_curves(folder / "loss.png", losses, xlabel, loss, log_x=True),
+                plot_curves(folder / "max_logit.png", logits, xlabel, logit, log_x=True, log_y=True),
             ]
         return "\n\n".join(sections)
 

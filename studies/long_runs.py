@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from lsgpt.inspection import FIGURES, attention_statistics
 from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.report import points_of
+from lsgpt.utilities.plots import of_runs, plot_curves
 
 from . import measurements
 from .comparisons import DOUBLINGS, LOGIT, LOSS, Bounds, Comparison, Limit, Metric, Runs
 from .grid import SHIPPED
-from .plots import of_runs, plot
 from .study import FINAL, ON_A_CORE, TrainingStudy, tabulate, validation_blocks
 
 
@@ -109,9 +109,9 @@ class LongRuns(TrainingStudy):
         }
         sections = [
             tabulate(runs, FINAL, diverged=True),
-            plot(folder / "loss.png", losses, step, loss),
-            plot(folder / "gap.png", gaps, step, f"gap in {loss}"),
-            plot(folder / "max_logit.png", logits, step, "largest |logit|", log_y=True),
+            plot_curves(folder / "loss.png", losses, step, loss),
+            plot_curves(folder / "gap.png", gaps, step, f"gap in {loss}"),
+            plot_curves(folder / "max_logit.png", logits, step, "largest |logit|", log_y=True),
         ]
         return "\n\n".join(sections)
 

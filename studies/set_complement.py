@@ -17,9 +17,9 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTDecoderLayer
 from lsgpt.training import AveragedWeightsCallback
+from lsgpt.utilities.plots import plot_curves
 
 from .comparisons import Comparison, Metric, Runs
-from .plots import plot
 from .study import SEED_OF_EVALUATION, Stream, Study, tabulate, train_small
 
 
@@ -187,7 +187,7 @@ differences. It was replaced by one claim for each of them, with intervals by St
             distances = {label: [run["distances"] for run in trained[f"{arm}, {label}"]] for label in shown}
             means = {label: [list(enumerate(np.mean(x, axis=0), start=1))] for label, x in distances.items()}
             tokens = f"tokens in the input (trained on up to {self.trained_length})"
-            sections.append(plot(folder / f"{arm}.png", means, tokens, f"distance, {arm} (mean over draws)"))
+            sections.append(plot_curves(folder / f"{arm}.png", means, tokens, f"distance, {arm} (mean over draws)"))
         return "\n\n".join(sections)
 
 

@@ -13,9 +13,9 @@ from transformers import TrainerCallback, set_seed
 from lsgpt import LSGPTForCausalLM
 from lsgpt.configuration import load_preset
 from lsgpt.utilities import table
+from lsgpt.utilities.plots import of_runs, plot_curves
 
 from .comparisons import Best, Bounds, Limit, Metric, Runs, Sooner, format_steps
-from .plots import of_runs, plot
 from .study import SEED_OF_EVALUATION, Stream, Study, train_small
 
 
@@ -206,6 +206,6 @@ and the rate."""
             best = {arm: runs[arm] for arm in (side.choose(STEPS, runs) for side in complete)}
             curves = of_runs(best, lambda run: run["far_accuracy"])
             accuracy = f"accuracy of far answers ({task}, best rates)"
-            shown = plot(folder / f"{task}.png", curves, "optimizer step", accuracy)
+            shown = plot_curves(folder / f"{task}.png", curves, "optimizer step", accuracy)
             sections.append(f"### {task.capitalize()}\n\n{table(rows, head)}\n\n{shown}")
         return "\n\n".join(sections)

@@ -95,7 +95,7 @@ def _draw(folder, config, results, log_history, max_logits) -> str:
     lines = []
 
     def curves(file, title, keys, ylabel, **options):
-        if points := {label: line for key, label in keys.items() if (line := points_of(log_history, key))}:
+        if points := {label: [line] for key, label in keys.items() if (line := points_of(log_history, key))}:
             plot_curves(folder / file, points, step, ylabel, **options)
             lines.append(f"![{title}]({file})\n")
 
@@ -110,7 +110,7 @@ def _draw(folder, config, results, log_history, max_logits) -> str:
     lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
     lines.append("Curves and table show the largest logits over whole batches, at every measured step. The heat map")
     lines.append("shows those of the trained model in one block of held-out text, which are usually smaller.\n")
-    by_position = {"evaluation (held-out text)": average_in_bins(results.loss_by_position)}
+    by_position = {"evaluation (held-out text)": [average_in_bins(results.loss_by_position)]}
     plot_curves(folder / "loss_by_position.png", by_position, CONTEXT_LABEL, losses_label, log_x=True)
     lines.append("![Evaluation loss by position in the block: does context help?](loss_by_position.png)\n")
     return "\n".join(lines)

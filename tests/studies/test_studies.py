@@ -15,14 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import lsgpt
 import lsgpt_cli
-from lsgpt.studies import STUDIES, TrainingStudy, load_study, plots, read_lines, run_study, write_report
+from lsgpt.studies import STUDIES, TrainingStudy, load_study, read_lines, run_study, write_report
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.comparisons import LOSS, format_values
 from lsgpt.studies.equal_time import BudgetCallback, rate_at
 from lsgpt.studies.grid import sensitivity
 from lsgpt.studies.long_runs import growth
 from lsgpt.studies.measurements import logits_of, losses_by_context, parts_of_logits
-from lsgpt.studies.plots import looks_of
 from lsgpt.studies.runner import read_runs, result_file, word_comparisons
 from lsgpt.studies.study import (
     NUM_POINTS,
@@ -36,6 +35,7 @@ from lsgpt.studies.study import (
 )
 from lsgpt.training import parse_arguments
 from lsgpt.training.train import largest
+from lsgpt.utilities import plots
 from lsgpt.utilities.environment import describe_environment
 
 
@@ -410,9 +410,12 @@ def test_growth_compares_tenths_of_the_steps():
 
 
 def test_plots_know_global_from_local_heads():
-    looks = looks_of(["mhsa-rope", "ls-rope", "ls-rope-qknorm", "local-only", "recall-1"])
+    looks = plots.looks_of(
+        ["mhsa-rope", "ls-rope", "ls-rope-qknorm", "local-only", "recall-1", "global heads", "local heads"]
+    )
     assert looks["mhsa-rope"][0] != looks["ls-rope"][0] == looks["ls-rope-qknorm"][0]
     assert looks["ls-rope"] != looks["ls-rope-qknorm"] and len({color for color, _ in looks.values()}) == 4
+    assert looks["global heads"][0] == looks["mhsa-rope"][0] and looks["local heads"][0] == looks["ls-rope"][0]
 
 
 def test_summaries():
@@ -435,7 +438,7 @@ def test_plots_show_means_and_intervals_on_the_scale_of_the_axis(log_y, tmp_path
     figures = []
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     seeds = [1.0, 10.0, 100.0]
-    plots.plot(tmp_path / "x.png", {"ls": [[(1, y), (2, y)] for y in seeds]}, "x", "y", log_y=log_y)
+    plots.plot_curves(tmp_path / "x.png", {"ls": [[(1, y), (2, y)] for y in seeds]}, "x", "y", log_y=log_y)
     (axes,) = figures[0].axes
     mean = axes.lines[-1].get_ydata()
     assert mean == pytest.approx([10.0 if log_y else 37.0] * 2)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from lsgpt.training import RunResult, plot_max_logits, write_report
@@ -14,7 +15,7 @@ from lsgpt.training.data import train_tokenizer
 from lsgpt.training.train import generate_sample
 from lsgpt.utilities import format_duration, with_unit
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
-from lsgpt.utilities.plots import average_in_bins, plot_curves
+from lsgpt.utilities.plots import LOCAL, average_in_bins, plot_curves
 
 
 RESULT = RunResult(
@@ -163,10 +164,10 @@ def test_curves_take_all_numbers(tmp_path, log_y):
     finite = [(1, 5.0), (2, 4.0)]
     for line in ([(3, math.nan)], [*finite, (3, math.inf)], [(1, -math.inf)], [(1, 0.0)], []):
         for log_x in (False, True):
-            plot_curves(tmp_path / "c.png", {"a": [], "b": line}, "x", "y", log_x, log_y, threshold=None)
+            plot_curves(tmp_path / "c.png", {"ls": [line], "mhsa": [[]]}, "x", "y", log_x, log_y, threshold=3.0)
             colours = imread(tmp_path / "c.png")[..., :3].reshape(-1, 3)
-            has_orange = (abs(colours * 255 - torch.tensor([255, 127, 14]).numpy()) < 1).all(-1).any()
-            assert has_orange == bool(line)
+            has_colour = (abs(colours - torch.tensor(to_rgb(LOCAL)).numpy()) < 0.004).all(-1).any()
+            assert has_colour == bool(line)
 
 
 def test_peak_memory():
