@@ -270,9 +270,9 @@ loss of 16,384 tokens with the context shortened to 16, 64, 256, 512 and 2,048 t
 texts); and where heads look (4 texts). Nothing is said about global heads in text unless multi-head attention gains
 {GAIN:g} nats or more from context beyond 64 tokens. All runs were trained on a GPU and measured on a CPU. Afterwards,
 to try to break the result, `mhsa` and `ls` were trained again with seed 42, without weight decay
-(`no-weight-decay.jsonl`) and at half the rate (`half-rate.jsonl`); `ls` was stopped before step 15,000 in both. These
-runs appear in no verdict, and those with initial weights half as large, which were planned, too, have not been
-made."""
+(`no-weight-decay.jsonl`) and at half the rate (`half-rate.jsonl`). Without weight decay, `ls` was trained on a CPU
+from step 14,526; at half the rate, it was stopped at step 14,469. These runs appear in no verdict, and those with
+initial weights half as large, which were planned, too, have not been made."""
     gate = use_of_context("mhsa", 2048)
     comparisons = {
         "use-of-context": gate,
