@@ -104,6 +104,8 @@ def test_bounds_need_all_seeds():
     assert bounds.judge(runs_of(a=[5.0, 6.0], b=[1.0, 1.5])).verdict == "supported"
     assert bounds.judge(runs_of(a=[5.0, 6.0], b=[1.0, 2.5])).verdict == "inconclusive"
     assert bounds.judge(runs_of(a=[5.0, 3.0], b=[3.0, 1.5])).verdict == "contradicted"
+    for at_bound in ({"a": [4.0] * 2, "b": [1.0] * 2}, {"a": [5.0] * 2, "b": [2.0] * 2}):
+        assert bounds.judge(runs_of(**at_bound)).verdict == "contradicted"
     assert bounds.judge(runs_of(a=[5.0], b=[1.0])).verdict == "inconclusive"
     assert bounds.judge(runs_of(a=[5.0])).verdict == "open"
     of_common_seeds = bounds.judge(runs_of(a=[5.0, 6.0, 3.0], b=[1.0, 1.5]))
