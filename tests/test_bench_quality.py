@@ -245,19 +245,19 @@ def test_a_table_shows_what_has_not_been_measured():
 def test_numbers_far_back():
     """The same answers by how far back the number is; a passage where nothing is far back counts nowhere."""
     correct = {
-        "source": [[True, True], [True, True], [True, False]],
-        "ours": [[True, True], [False, True], [True, True]],
+        "source": [[True, True], [True, True], [True, False], [True, True], [False, True]],
+        "ours": [[True, True], [False, True], [True, True], [True, True], [True, False]],
     }
     found = {
         (name, "retrieval", size, 0): {"right": {"literal": answer}, "distances": {"literal": distance}}
         for name, answers in correct.items()
-        for answer, (size, distance) in zip(answers, [(1024, 600), (2048, 1024), (4096, 2048)])
+        for answer, (size, distance) in zip(answers, [(1024, 600), (2048, 1024), (4096, 2048), (6144, 1500), (8192, 4096)])
     }
     rows = quality.summarize(list(correct), found)
     source, ours = ({n: row["far"][n]["literal"] for n in ("1024", "2048")} for row in rows)
-    assert [source[n]["questions"] for n in source] == [2, 1]
+    assert [source[n]["questions"] for n in source] == [4, 2]
     assert [source[n]["exact"] for n in source] == [0.5, 0.0]
-    assert [ours[n]["exact"] for n in ours] == [0.5, 1.0]
+    assert [ours[n]["exact"] for n in ours] == [0.5, 0.5]
     assert [ours[n]["ratio"] for n in ours] == [1.0, None]
     assert rows[1]["retrieval"]["2048"]["literal"]["exact"] == 0.0
 
