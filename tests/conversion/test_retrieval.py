@@ -1,6 +1,7 @@
 """Passages that hide numbers: what they contain, and that a model is asked as greedy generation would be."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -110,3 +111,13 @@ def test_passages_without_room(tokenizer):
         make_passages(tokenizer, torch.zeros(5000), 400, 1, 100)
     with pytest.raises(ValueError, match=r"the text must have at least \d+ tokens for a passage; it has 90"):
         make_passages(tokenizer, torch.zeros(90), LENGTH, 1, 100)
+
+
+def test_the_shortest_text_is_enough(tokenizer):
+    for seed in range(20):
+        with pytest.raises(ValueError, match="the text must have at least") as error:
+            make_passages(tokenizer, torch.zeros(1, dtype=torch.long), 800, 1, 64, seed)
+        room = int(re.search(r"at least (\d+) tokens", str(error.value))[1])
+        (passage,) = make_passages(tokenizer, torch.zeros(room, dtype=torch.long), 800, 1, 64, seed)
+        assert len(passage.ids) + sum(len(question.ids) for question in passage.questions) == 800
+        assert passage.end == room
