@@ -178,8 +178,8 @@ def _make_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--calibrate",
         metavar="TEXT",
-        help="text to choose the heads on: a file or a folder of .txt, .jsonl, .json or .parquet files, stdlib, or a "
-        "dataset on the Hub",
+        help="text to choose the heads on, which the other options about heads need: a file or a folder of .txt, "
+        ".jsonl, .json or .parquet files, stdlib, or a dataset on the Hub",
     )
     convert.add_argument(
         "--balance",
@@ -327,7 +327,7 @@ def _train(argv: list[str]) -> int:
 def _compare(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lsgpt compare",
-        usage="lsgpt compare [RECIPE] --arms A,B,... [--seeds N] [--field value ...]",
+        usage="lsgpt compare [RECIPE] --arms A,B,... [--arms-file FILE] [--seeds N] [--field value ...]",
         description="Train every arm (a named set of recipe fields) with every seed, and write one report. RECIPE and "
         "fields are those of lsgpt train. If started again with the same arguments, it continues where it stopped.",
         allow_abbrev=False,
@@ -335,7 +335,7 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument(
         "--arms",
         required=True,
-        help=f"comma-separated names, such as {', '.join(ARMS)}; all of them are in configuration/arms.yaml, and "
+        help=f"comma-separated names, such as {', '.join(ARMS)}; configuration/arms.yaml has more, and "
         "ARMS_FILE adds yours",
     )
     parser.add_argument("--seeds", type=_positive_int, default=3, help="number of seeds; default: %(default)s")

@@ -288,7 +288,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--families",
         nargs="+",
         choices=FAMILIES,
-        help=f"besides {' and '.join(BASELINES)}; default: all; with --quick, {', '.join(QUICK_FAMILIES)}",
+        help=f"what to time; {' and '.join(BASELINES)} always are; default: all; with --quick, "
+        f"{', '.join(QUICK_FAMILIES)}",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help=f"default: {OUTPUT}, or {OUTPUT}-2 and so on if it is not empty"

@@ -100,7 +100,7 @@ def watch_scores(model: LSGPTForCausalLM, expected: dict[str, float]):
     def watch(number):
         def record(layer, args, kwargs):
             states = layer.project(*args, kwargs["position_embeddings"])
-            for heads, query, key, _ in layer.split_heads(*(x.detach() for x in states)):
+            for heads, query, key, _ in type(layer).split_heads(layer, *(x.detach() for x in states)):
                 position = torch.arange(query.shape[2])
                 distance = position[:, None] - position
                 window = layer.config.window(heads.kind) or len(position)

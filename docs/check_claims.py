@@ -248,7 +248,8 @@ def checks_of_the_papers_size() -> list[Check]:
         ),
         prose(
             CLAIMS,
-            "`mhsa` reaches {}, [at half the rate](../studies/results/paper-size/half-rate.jsonl) {}; `ls` {} and {} (until step 14,500).",
+            "`mhsa` reaches {}, [at half the rate](../studies/results/paper-size/half-rate.jsonl) {}; "
+            "`ls` {} and {} (until step 14,500).",
             *(decimal(runs[arm]["max_logit"], 0) for arm in ("mhsa", "ls") for runs in attempts),
         ),
         prose(README, "at the paper's size, {} and {}, {} and {}. In short", *integers(mhsa), *integers(ls)),

@@ -63,8 +63,8 @@ def make_card(
         folder: The checkpoint with its tokenizer. The card links to `heads.png` (see `draw_heads`) and plots in it.
         repo_id: The model's name on the Hub, for title and snippets; by default, the folder.
         license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default, it is taken from the
-            metadata of a README.md in the folder, or else from the run's recipe, or else from a README.md in the
-            folder of the checkpoint that the run started from.
+            metadata of a README.md in the folder, or else from the run's recipe, or else likewise from the folder of
+            the checkpoint that the run started from.
         language: Language codes for the metadata.
         tags: Additional tags for the metadata.
 
@@ -74,7 +74,7 @@ def make_card(
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder, local_files_only=True)
     recipe = load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
-    known = _find_metadata(folder, recipe)
+    known = _find_metadata(folder)
     metadata: dict = {**find_license(folder, known, license), "base_model": known.get("base_model")}
     results = RunResult.read(folder) if (folder / "results.json").is_file() else None
     metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
@@ -215,14 +215,15 @@ def find_license(folder: Path, known: dict, license: str | None) -> dict[str, st
     return {"license": license, **named}
 
 
-def _find_metadata(folder: str | Path, recipe: dict | None) -> dict:
+def _find_metadata(folder: str | Path) -> dict:
     """
     Reads the metadata of a README.md in the folder. Missing fields are taken from the checkpoint that the run started
-    from; for the licence, the run's recipe comes first.
+    from, and in turn from that before it; for the licence, the run's recipe comes first.
     """
-    recipe = recipe or {}
+    file = Path(folder) / "recipe.yaml"
+    recipe = load_recipe(file) if file.is_file() else {}
     start = recipe.get("model_name_or_path")
-    known = _read_metadata(start) if start else {}
+    known = _find_metadata(start) if start else {}
     if recipe.get("license"):
         known["license"] = recipe["license"]
     return known | _read_metadata(folder)

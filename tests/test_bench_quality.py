@@ -251,7 +251,9 @@ def test_numbers_far_back():
     found = {
         (name, "retrieval", size, 0): {"right": {"literal": answer}, "distances": {"literal": distance}}
         for name, answers in correct.items()
-        for answer, (size, distance) in zip(answers, [(1024, 600), (2048, 1024), (4096, 2048), (6144, 1500), (8192, 4096)])
+        for answer, (size, distance) in zip(
+            answers, [(1024, 600), (2048, 1024), (4096, 2048), (6144, 1500), (8192, 4096)]
+        )
     }
     rows = quality.summarize(list(correct), found)
     source, ours = ({n: row["far"][n]["literal"] for n in ("1024", "2048")} for row in rows)

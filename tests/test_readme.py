@@ -154,8 +154,8 @@ def test_numbers_at_the_top_are_those_of_the_results():
     of_source, fewer, many = (sum(answered(found, name, 1024)[0]) for name in names)
     numbers = sum(answered(found, names[0], 1024)[1])
     assert (
-        f"With 35%, it has {of_larger['ratio'] - 1:.1%} more, and finds {many} of {numbers} numbers hidden at least "
-        f"1,024 tokens back, the original {of_source}; with 20%, {fewer}."
+        f"With 35%, it has {of_larger['ratio'] - 1:.1%} more. Of {numbers} numbers hidden at least 1,024 tokens back, "
+        f"it finds {many} (with 20%, {fewer}), the original {of_source}."
     ) in top
     assert larger["cache"]["ratio"] == pytest.approx(0.35, abs=0.005)
     decode = json.loads(read("benchmarks/results/bench/decode/bench-cpu.json"))["rows"]

@@ -220,6 +220,8 @@ def parse_arguments(
             raise ValueError(
                 f"`{field}` has no effect with the recipe's `{other}: {value}`; give --{other} {needed} with it"
             )
+    if given.dataset_name != values.get("dataset_name") and "dataset_config_name" not in named:
+        given.dataset_config_name = None  # that of the recipe's own dataset
     if given.model_name_or_path and "tokenizer" in named:
         raise ValueError(
             "`tokenizer` must not be given with `model_name_or_path`, whose tokenizer fine-tuning keeps; got "

@@ -506,8 +506,11 @@ def test_data_and_base_models_of_the_hub_are_named(folder, tmp_path, monkeypatch
 
 
 def test_the_licence_of_a_run_comes_before_that_of_its_start(folder, tmp_path):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: gpl-3.0\n---\n")
+    """And before that of the checkpoint from which its start was trained, in turn."""
+    for name in ("first", "base"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first" / "README.md").write_text("---\nlicense: gpl-3.0\n---\n")
+    (tmp_path / "base" / "recipe.yaml").write_text(f"model_name_or_path: {tmp_path / 'first'}\n")
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": str(tmp_path / "base")}
     for own, expected in (("mit", "mit"), (None, "gpl-3.0")):
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"license": own}))

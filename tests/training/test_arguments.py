@@ -194,6 +194,17 @@ def test_fields_that_have_an_effect_because_of_others_on_the_command_line(tmp_pa
     assert arguments.output_dir == "runs/2026-01-02"  # which YAML reads as a date
 
 
+def test_the_configuration_of_a_dataset_goes_with_it(tmp_path):
+    recipe = write_recipe(tmp_path, "dataset_name: a/b\ndataset_config_name: small\n")
+    for options, expected in (
+        ([], "small"),
+        (["--dataset_name", "a/b"], "small"),
+        (["--dataset_name", "my_texts"], None),
+        (["--dataset_name", "c/d", "--dataset_config_name", "large"], "large"),
+    ):
+        assert parse_arguments(recipe, options).data.dataset_config_name == expected
+
+
 def test_local_paths_cannot_be_taken_for_names_on_the_hub(tmp_path):
     (tmp_path / "data" / "books").mkdir(parents=True)
     for name in ("bpe", "stdlib"):
