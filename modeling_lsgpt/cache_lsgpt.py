@@ -71,6 +71,7 @@ class GrowingLayer(DynamicLayer):
         """Appends keys and values `(B, H_kv, T, D)` and returns all of them, `(B, H_kv, S, D)`."""
         # A prompt needs no spare room, and a backward pass may need the cached keys and values as they are.
         is_plain = type(key_states) is torch.Tensor and not torch.compiler.is_compiling()
+        is_plain = is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(key_states)
         length = self.keys.shape[2] if self.is_initialized and self.keys.numel() else 0
         if length == 0 or torch.is_grad_enabled() or not is_plain or torch.jit.is_tracing():
             return super().update(key_states, value_states, *args, **kwargs)

@@ -217,7 +217,7 @@ class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(query, key, value, mask, sinks, scaling: float):
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         output, lse = attend(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
         lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -235,7 +235,7 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx, gradient, _):
         query, key, value, output, lse, sinks, mask = ctx.saved_tensors
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
         weights = (sinks - lse).exp()
@@ -276,6 +276,8 @@ class _PastAttention(torch.autograd.Function):
     `scaled_dot_product_attention` itself calls on the CPU. Given the joint outputs and log-sum-exp, the backward
     operator uses the actual weights, so the gradients of the two calls only need to be added.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(query, key, value, scaling: float):

@@ -185,7 +185,7 @@ def describe_visibility(
 
     Args:
         config: The model's configuration.
-        inputs_embeds (`(B, T, hidden_size)`): Read for shape and device only.
+        inputs_embeds (`(B, T, hidden_size)`): Read for shape, dtype and device only.
         attention_mask: `(B, P + T)`, 1 for real tokens and 0 for padding; or `(B or 1, 1, T, P + T)`, boolean (True
             where a query may attend) or additive, applied as it is in global heads and within the window in local
             heads; or a dictionary with such a mask for each kind of head, as `create_masks_for_generate` returns.
@@ -241,6 +241,10 @@ def describe_visibility(
         if mask is not None and not is_finished:
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
             mask = _lengthen(mask[..., kv_offset:end], kv_length, hidden)
+        if mask is not None and torch.float64 in (mask.dtype, inputs_embeds.dtype) and mask.is_floating_point():
+            # PyTorch refuses other masks, or takes them for what they are not.
+            lowest = max(torch.finfo(dtype).min for dtype in (mask.dtype, inputs_embeds.dtype))
+            mask = mask.clamp(min=lowest).to(inputs_embeds.dtype)
         has_rules = mask is None or not is_finished
         overlay = HEAD_KINDS[kind].overlay
         result[kind] = Visibility(

@@ -15,7 +15,14 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
 
 from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification, LSGPTForTokenClassification
-from lsgpt.modeling_lsgpt import CACHE, LOCAL, create_masks_for_generate, describe_visibility, linear_lsgpt
+from lsgpt.modeling_lsgpt import (
+    CACHE,
+    LOCAL,
+    attention_lsgpt,
+    create_masks_for_generate,
+    describe_visibility,
+    linear_lsgpt,
+)
 from lsgpt.modeling_lsgpt.attention_lsgpt import flash_mask, sdpa_mask
 from lsgpt.modeling_lsgpt.linear_lsgpt import SplitLinear
 
@@ -293,6 +300,43 @@ def test_functional_gradients(tiny_model, engine, sinks):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(of_batch[name], parameter.grad)
         torch.testing.assert_close(of_rows[name].mean(0), parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("sinks", [False, True, "full_window"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@torch.no_grad()
+def test_vmap_over_rows_with_masks_and_after_a_cache(tiny_model, engine, sinks, monkeypatch):
+    model, ids = tiny_model(engine=engine, attention_sinks=sinks), torch.randint(97, (3, 1, 20))
+    masks = torch.ones(3, 1, 20, dtype=torch.long)
+    masks[1, 0, :3] = 0
+
+    def padded(ids, mask):
+        return model(ids, attention_mask=mask, use_cache=False).logits
+
+    rows = torch.stack([padded(*row) for row in zip(ids, masks)])
+    torch.testing.assert_close(torch.func.vmap(padded)(ids, masks), rows, rtol=1e-4, atol=1e-4)
+
+    cache = DynamicCache(config=model.config)
+    model(torch.randint(97, (1, 30)), past_key_values=cache)
+
+    def go_on(ids):
+        return model(ids, past_key_values=copy.deepcopy(cache)).logits
+
+    for pairs in (attention_lsgpt.MASKED_PAIRS, 1):  # with a mask, and without one for the past
+        monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", pairs)
+        rows = torch.stack([go_on(row) for row in ids])
+        torch.testing.assert_close(torch.func.vmap(go_on)(ids), rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_additive_masks_of_another_dtype(tiny_model, dtype, mask_dtype):
+    ids, bias = torch.randint(97, (2, 20)), torch.randn(2, 1, 20, 20, dtype=mask_dtype)
+    mask = bias.masked_fill(torch.ones(20, 20).triu(1).bool(), torch.finfo(mask_dtype).min)
+    logits = [tiny_model(engine=name).to(dtype)(ids, attention_mask=mask).logits for name in ("sdpa", "eager")]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives(tiny_model):
