@@ -100,13 +100,15 @@ def load_documents(
         raise ValueError(f"`dataset_name` {choices}; there is no file or folder {dataset_name!r}{hint}")
     if not is_local and (hint := suggest(dataset_name, [STDLIB])):
         raise ValueError(f"`dataset_name` {dataset_name!r} is unknown{hint}")
-    options = _local_files(path) if is_local else {"path": dataset_name}
+    options: dict = _local_files(path) if is_local else {"path": dataset_name}
     try:
         splits = load_dataset(**options, name=config_name, streaming=streaming)
     except StopIteration as error:  # from the JSON reader
         raise ValueError(f"`dataset_name` must have documents; {dataset_name!r} is empty") from error
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
         hint = "" if is_local else f"; it {choices}, and no file has this name"
+        if is_local and isinstance(error.__cause__, UnicodeDecodeError):
+            hint = f"; {_first_not_utf8(options['data_files'])} must be saved as UTF-8"
         raise ValueError(f"cannot load `dataset_name` {dataset_name!r}: {error.__cause__ or error}{hint}") from error
     if "train" not in splits:
         raise ValueError(f"`dataset_name` must have a `train` split; {dataset_name!r} has {', '.join(splits)}")
@@ -182,6 +184,17 @@ def _local_files(path: Path) -> dict:
     builder = builders.pop()
     # A text file is one document; by default, `datasets` would make a document of every line.
     return {"path": builder, "data_files": splits, **({"sample_by": "document"} if builder == "text" else {})}
+
+
+def _first_not_utf8(data_files: dict[str, list[str]]) -> str:
+    """The first of the files, given by their patterns, that cannot be read as text."""
+    files = [file for patterns in data_files.values() for pattern in patterns for file in glob.glob(pattern)]
+    for file in files:
+        try:
+            Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return repr(file)
+    return "a file"
 
 
 def _hold_out(documents: Dataset | IterableDataset, percentage: int) -> tuple:

@@ -440,6 +440,10 @@ def test_what_is_wrong_with_data_is_said(tmp_path, streaming):
         check("`dataset_name` must have text; split train of .* has none", "blank.jsonl")
         (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
         check("cannot load `dataset_name` .*broken.jsonl", "broken.jsonl")
+        (tmp_path / "latin").mkdir()
+        (tmp_path / "latin" / "a.txt").write_text("some words", encoding="utf-8")
+        (tmp_path / "latin" / "b [1].txt").write_text("caf\xe9", encoding="latin-1")
+        check(r"codec can't decode byte 0xe9 .*; '.*b \[1\].txt' must be saved as UTF-8", "latin")
 
 
 def test_tokenizing_is_cached(tmp_path, tokenizer):
