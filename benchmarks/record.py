@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from lsgpt.training.folders import check_writable
+from lsgpt.utilities import check_writable
 from lsgpt.utilities.environment import describe_environment
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
-from lsgpt.training.folders import check_writable, free_folder
-from lsgpt.utilities import looks_like_a_path, refuse_not_finite
+from lsgpt.training.folders import free_folder
+from lsgpt.utilities import check_writable, looks_like_a_path, refuse_not_finite
 
 from .calibration import Calibration, budget_heads, calibrate, write_report
 from .decoders import NORM_TYPES

@@ -11,9 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
-from lsgpt.training.folders import check_writable
 from lsgpt.training.results import finite
-from lsgpt.utilities import table
+from lsgpt.utilities import check_writable, table
 from lsgpt.utilities.plots import heat_map
 
 from .statistics import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers

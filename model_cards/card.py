@@ -311,13 +311,19 @@ def _name_data(recipe: dict) -> str:
 
 
 def _hub_link(name: str, kind: str = "") -> str:
-    """A link to a name on the Hub; of a local path, only the last part, because the rest is private."""
-    return f"[{name}](https://huggingface.co/{kind}{name})" if _is_on_hub(name) else f"`{Path(name).name}` (local)"
+    """
+    A link to a name on the Hub; of a local path, only the last part, because the rest is private. A single word may be
+    either, such as `gpt2`.
+    """
+    if _is_on_hub(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    is_word = re.fullmatch(r"[\w-]+", name) is not None and not Path(name).exists()
+    return f"`{name}`" if is_word else f"`{Path(name).name}` (local)"
 
 
 def _is_on_hub(name: str) -> bool:
     """Whether a name refers to the Hub and not to a path, decided as in `load_dataset` and `from_pretrained`."""
-    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name) is not None and not Path(name).exists()
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
 def _recipe_metadata(recipe: dict) -> dict:

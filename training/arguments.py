@@ -24,7 +24,6 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
-from .data import ALGORITHMS, STDLIB
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
 
@@ -253,9 +252,8 @@ def parse_arguments(
     ours = {**asdict(model), **asdict(data), **asdict(run), "seed": training.seed}
     for field in ("dataset_name", "tokenizer", "model_name_or_path", "teacher"):
         # So that it is nowhere taken for a name on the Hub, which it looks like.
-        name = ours[field] or ""
-        if re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name) and name not in (STDLIB, *ALGORITHMS) and Path(name).exists():
-            ours[field] = f"./{name}"
+        if re.fullmatch(r"[^./~][^/]*/[^/]+", ours[field] or "") and Path(ours[field]).exists():
+            ours[field] = f"./{ours[field]}"
     # A repeated run needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {k: v for k, v in vars(given).items() if v != defaults[k] and k not in left_out}

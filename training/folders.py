@@ -3,10 +3,11 @@
 import contextlib
 import json
 import shlex
-import tempfile
 from pathlib import Path
 
 from transformers import TrainingArguments
+
+from lsgpt.utilities import check_writable
 
 
 def make_folder(args: TrainingArguments):
@@ -37,15 +38,6 @@ def make_folder(args: TrainingArguments):
             )
     check_writable(folder, "`output_dir`")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def check_writable(folder: Path, name: str = "the output"):
-    """Raises `ValueError`, with `name` in its message, if a folder cannot be written or created."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise ValueError(f"{name} must be a writable folder; got {str(folder)!r}: {error}") from error
 
 
 def free_folder(folder: Path) -> Path:

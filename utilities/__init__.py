@@ -2,6 +2,7 @@
 
 from .loading import (
     check_gguf,
+    check_writable,
     encode_prompt,
     load_complete,
     load_tokenizer,
@@ -27,6 +28,7 @@ __all__ = [
     "SERVED_VALUES",
     "VLLM_ROPE_TYPES",
     "check_gguf",
+    "check_writable",
     "compare_costs",
     "compare_split",
     "describe",

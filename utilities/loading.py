@@ -1,7 +1,8 @@
-"""Loads models, and raises an error if their files lack weights, which would stay random."""
+"""Loads models, and raises an error if their files lack weights, which would stay random; checks folders."""
 
 import importlib.util
 import struct
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -180,3 +181,12 @@ def check_gguf(metadata: dict, tensors: Collection[str]):
             "a GGUF file must not have `rope_freqs.weight`, the rope scaling of Llama 3.1 and later, because "
             f"Transformers does not read it; {remedy}"
         )
+
+
+def check_writable(folder: Path, name: str = "the output"):
+    """Raises `ValueError`, with `name` in its message, if a folder cannot be written or created."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise ValueError(f"{name} must be a writable folder; got {str(folder)!r}: {error}") from error
