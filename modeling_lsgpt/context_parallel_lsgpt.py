@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention_lsgpt import FLASH_ARGUMENTS, AttentionMasks
 from .configuration_lsgpt import LSGPTConfig
@@ -229,11 +230,19 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
     attentions = attention_layers(model)
     # From the model's own module, because code from a checkpoint does not know the classes of this package.
     create_masks = partial(sys.modules[type(attentions[0]).__module__].create_masks, model.config)
-    is_first = True
+    ropes = [module for module in model.modules() if isinstance(module, LlamaRotaryEmbedding)]
+    is_first, last_position = True, None
+
+    def rotate(own, x, position_ids):
+        # The frequencies of some types (`dynamic`, `longrope`) depend on the largest position, here of whole rows.
+        if not model.training:
+            return own(x, position_ids)
+        last = last_position.expand(len(position_ids), 1)
+        return tuple(each[:, :-1] for each in own(x, torch.cat([position_ids, last], dim=1)))
 
     @wraps(whole)
     def forward(*args, **kwargs):
-        nonlocal is_first
+        nonlocal is_first, last_position
         if not model.training:
             return whole(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
@@ -243,16 +252,21 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
             check_same_rows(inputs, group)
             is_first = False
         part, visibility = take_part(model.config, inputs, group)
+        last_position = part.pop("last_position")
         return whole(**part, past_key_values=ContextParallelCache(visibility, create_masks, group), use_cache=False)
 
     def end():
         model.forward = whole
+        for rope in ropes:
+            del rope.forward
         for layer in layers:
             del layer._can_checkpoint_with_cache
         for attention in attentions:
             del attention.attend
 
     model.forward = forward
+    for rope in ropes:
+        rope.forward = partial(rotate, rope.forward)
     for attention in attentions:
         attention.attend = attend_in_spans(attention)
     for layer in layers:  # the exchange is repeated when checkpointing computes a layer again, on every process
@@ -262,8 +276,9 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
 
 def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[str, Any], dict[str, Visibility]]:
     """
-    Returns a process's arguments of `LSGPTForCausalLM.forward`, those of its own tokens; and for each kind of head,
-    which keys the queries of whole rows may attend to. Raises `ValueError` for what cannot be split.
+    Returns a process's arguments of `LSGPTForCausalLM.forward`, those of its own tokens, with `last_position`, the
+    largest position of whole rows; and for each kind of head, which keys the queries of whole rows may attend to.
+    Raises `ValueError` for what cannot be split.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = {name: value for name, value in inputs.items() if value is not None}
@@ -281,6 +296,7 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[
     )
     part = {name: value for name, value in inputs.items() if name not in FLASH_ARGUMENTS}
     part.setdefault("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None])
+    part["last_position"] = part["position_ids"].max()
     for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "teacher_logits"):
         if name in part:
             part[name] = part[name][:, begin:end]

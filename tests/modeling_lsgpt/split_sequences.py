@@ -51,7 +51,7 @@ def draw(seed: int, engine: str | None = None, is_compiled: bool = False, is_aut
     part = r.randint(3, 70)
     rows = r.choice(["plain", "plain", "packed", "packed", "left", "right", "packed and padded", "lengths"])
     engine = r.choice(["sdpa", "sdpa", "eager"]) if engine is None else engine
-    return {
+    drawn = {
         "seed": seed,
         "size": size,
         "length": part * size,
@@ -82,6 +82,13 @@ def draw(seed: int, engine: str | None = None, is_compiled: bool = False, is_aut
             "initializer_range": 0.3,
         },
     }
+    rope = r.choice(["default", "dynamic", "longrope"])
+    if drawn["model"]["position_embedding_type"] == "rope" and rope != "default":  # frequencies change after a part
+        parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": part}
+        if rope == "longrope":
+            parameters |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+        drawn["model"] |= {"rope_parameters": parameters, "max_position_embeddings": part}
+    return drawn
 
 
 def make_inputs(drawn: dict) -> dict:
