@@ -132,9 +132,9 @@ def conversion(figure: Figure, scheme: str):
     for name, points in lines.items():
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
         left.plot(*zip(*sorted(points)), "o-", color=color, linewidth=2, markersize=4)
-        if len(points) == 1:  # healed
+        if name.endswith("healed"):
             place = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 7}
-            left.annotate(name, *points, (-6, 1 if name.startswith("LSGPT") else -4), color=color, **place)
+            left.annotate(name, max(points), (-6, 1 if name.startswith("LSGPT") else -4), color=color, **place)
         elif name in ("source", "LSGPT", "whole layers", "DuoAttention"):
             ends[name] = max(points)[1], color
         else:

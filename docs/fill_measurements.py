@@ -113,14 +113,16 @@ def targets() -> str:
 
 def smollm2() -> str:
     """A converted model, the same with all heads global, and Transformers' Llama, relative to one another."""
-    folders, rows = {"": "smollm2", ", int8": "smollm2-int8", ", bfloat16 and int8": "smollm2-int8-bfloat16"}, []
+    folders, rows = {"": "smollm2", ", bfloat16": "smollm2-bfloat16"}, []
+    folders |= {", int8": "smollm2-int8", ", bfloat16 and int8": "smollm2-int8-bfloat16"}
     for suffix, folder in folders.items():
         ratios = read_ratios(folder)
-        for benchmark in ("decode",) if suffix else ("prefill", "decode", "cache"):
+        for benchmark in ("prefill", "decode", *([] if suffix else ["cache"])):
             pairs = (("lsgpt", "llama"), ("mhsa", "llama"), ("lsgpt", "mhsa"))
             found = [ratios.get((benchmark, *pair, 8192)) for pair in pairs]
-            cells = [with_spread(x) if x else "-" for x in found]
-            rows.append([benchmark + suffix, "8,192", *cells])
+            if any(found):
+                cells = [with_spread(x) if x else "-" for x in found]
+                rows.append([benchmark + suffix, "8,192", *cells])
     files = [f"bench/{folder}/bench-cpu.json" for folder in folders.values()]
     return with_sources("| tokens | LSGPT / Llama | all heads global / Llama | LSGPT / all heads global", rows, *files)
 

@@ -183,10 +183,19 @@ def test_the_timed_model_is_the_converted_one():
     assert f"the others see\n{result['model']['sliding_window']} tokens" in report
     minutes = float(re.search(r"\| time \| ([\d.]+) min \|\n\| hardware \| .*, 2 of 2 cores used", report)[1])
     assert f"Converting takes [{minutes:.0f} minutes](" in " ".join(read("README.md").split())
+    in_bfloat16, in_8_bits = (
+        json.loads(read(f"benchmarks/results/bench/smollm2-{name}/bench-cpu.json")) for name in ("bfloat16", "int8")
+    )
+    assert in_bfloat16["model"] == in_8_bits["model"] == result["model"]
+    rows = [row["seconds"] for each in (result, in_bfloat16, in_8_bits) for row in each["rows"]]
+    prefill, decoded, faster, slower, converted = (
+        [statistics.median(seconds[f"{family} sdpa"]) for family in ("lsgpt", "llama")] for seconds in rows
+    )
+    assert f"prefill is faster ({faster[0]:.0f} s instead of {prefill[0]:.0f})" in measurements
+    ours, theirs = (f"{1000 * after:.0f} instead of {1000 * before:.0f}" for after, before in zip(slower, decoded))
+    assert f"slower: {ours} ms per token, in Llama {theirs}." in measurements
+    assert f"8-bit weights ({1000 * converted[0]:.0f} ms) are converted" in measurements
     _, decode = result["rows"]
-    in_8_bits = json.loads(read("benchmarks/results/bench/smollm2-int8/bench-cpu.json"))["rows"]
-    before, after = (1000 * statistics.median(row["seconds"]["lsgpt sdpa"]) for row in (decode, *in_8_bits))
-    assert f"8-bit weights are slower, {after:.0f} ms per token instead of {before:.0f}" in measurements
     flops = re.search(r"\| 8,192 \| forward FLOPs per token \|.*\| ([\d.]+%) \|", report)[1]
     assert f"The prefill has {flops} of the source's FLOPs" in measurements
     ours, theirs = (decode["cache_bytes"][family] / 1e6 for family in ("lsgpt", "llama"))
@@ -267,7 +276,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"of their heads, find {layers}, LSGPT {ours}. Healing nearly closes" in measurements
     assert f"find {tuned_layers}, healed LSGPT {tuned} with the lowest perplexity, but the intervals" in measurements
     assert min(perplexity, key=perplexity.get) == "LSGPT healed"
-    runs = [json.loads(read(f"benchmarks/results/quality/healing{name}-two-cores.json")) for name in ("", "-whole")]
+    names = ("", "-whole", "-10")
+    runs = [json.loads(read(f"benchmarks/results/quality/healing{name}-two-cores.json")) for name in names]
     assert {run["step"] for run in runs} == {110}  # what is compared
     one, other = intervals["LSGPT healed"], intervals["whole layers healed"]
     assert max(one[0], other[0]) <= min(one[1], other[1])
@@ -279,26 +289,27 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"this conversion's heads and window, finds {duo} (intervals overlap)" in measurements
     one, *others = (intervals[name] for name in ("DuoAttention", "LSGPT", "LSGPT healed"))
     assert all(max(one[0], other[0]) <= min(one[1], other[1]) for other in others)
-    highest = [max(found.values())]
-    for share, best, text in (
-        (
-            10,
-            "LSGPT",
-            "finds {LSGPT}, DuoAttention {DuoAttention} (intervals overlap), whole layers {whole layers}.",
-        ),
-        (35, "DuoAttention", "finds {DuoAttention}, LSGPT {LSGPT}, whole layers {whole layers}."),
-        (50, "DuoAttention", "finds {DuoAttention}, LSGPT {LSGPT}, whole layers {whole layers}."),
-    ):
+    highest, figures = [max(found.values())], {}
+    for share, best in ((10, "LSGPT healed"), (35, "DuoAttention"), (50, "DuoAttention")):
         source, *rows = json.loads(read(f"benchmarks/results/quality/cache_methods-{share}.json"))["rows"]
         assert source["method"] == "source"
         assert min(rows, key=lambda row: row["perplexity_ratio"])["method"] == best
-        figures = {row["method"]: f"{row['exact']:.2f}" for row in rows}
-        assert f"With {share}%, {best} has the lowest perplexity and {text.format(**figures)}" in measurements
+        figures[share] = {row["method"]: f"{row['exact']:.2f}" for row in rows}
         one, other = (row["interval"] for row in rows if row["method"] in ("LSGPT", "DuoAttention"))
         assert max(one[0], other[0]) <= min(one[1], other[1])
-        others = {row["method"]: row["exact"] for row in rows}
+        others = {row["method"]: row["exact"] for row in rows if row["method"] != "LSGPT healed"}
         key_diff = [others.pop(name) for name in ("LSGPT", "whole layers", "DuoAttention", "KeyDiff")][-1]
         highest += [*others.values(), *([] if share == 50 else [key_diff])]
+    ours, duo, layers, tuned = map(figures[10].get, ("LSGPT", "DuoAttention", "whole layers", "LSGPT healed"))
+    assert (
+        f"With 10%, LSGPT finds {ours}, DuoAttention {duo} (intervals overlap), whole layers {layers}," in measurements
+    )
+    assert f"healing-10-two-cores.json) LSGPT {tuned}, with the lowest perplexity." in measurements
+    duo, ours, layers = (
+        " and ".join(figures[share][name] for share in (35, 50)) for name in ("DuoAttention", "LSGPT", "whole layers")
+    )
+    of_both = f"has the lowest perplexity and finds {duo}, LSGPT {ours}, whole layers {layers}."
+    assert f"With 35% and 50%, DuoAttention {of_both}" in measurements
     most = f"kvpress's methods find at most {max(highest):.2f} of the numbers (KeyDiff with 50%: {key_diff:.2f})"
     assert f"Except DuoAttention, {most}" in measurements
 
@@ -353,6 +364,10 @@ def test_figures_of_healing_for_vllm_are_those_of_the_run():
         if (row["block_size"], row["max_num_batched_tokens"]) == (128, 512)
     }
     assert f"**{requests['lsgpt'] / requests['gpt2']:.1f} times as many requests** of 8,192 tokens" in readme
+    rows = json.loads(read("benchmarks/results/serving-heads.json"))["rows"]
+    *counts, whole = (row["requests"] for row in rows if row["block_size"] == 128)
+    one, two, three = (f"{count / whole:.1f}" for count in counts)
+    assert f"With 1, 2 or 3 of 9 heads global, it holds [{one}, {two} or {three} times](" in serving
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
