@@ -133,8 +133,9 @@ def conversion(figure: Figure, scheme: str):
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
         left.plot(*zip(*sorted(points)), "o-", color=color, linewidth=2, markersize=4)
         if name.endswith("healed"):
-            place = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 7}
-            left.annotate(name, max(points), (-6, 1 if name.startswith("LSGPT") else -4), color=color, **place)
+            offset, side = ((-6, 0), "right") if name.startswith("LSGPT") else ((4, -18), "left")
+            place = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 7}
+            left.annotate(name.replace(" ", "\n"), min(points), offset, color=color, **place)
         elif name in ("source", "LSGPT", "whole layers", "DuoAttention"):
             ends[name] = max(points)[1], color
         else:
