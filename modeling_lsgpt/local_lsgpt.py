@@ -17,7 +17,7 @@ MIN_BLOCK_LENGTH = 64
 """
 Minimum number of queries in a block of local heads. Shorter blocks process fewer masked keys; longer ones make fewer
 copies of a key's gradient. On the CPU, 32 was a tenth faster in the forward and a tenth slower in the backward pass.
-For wide windows, a block has a quarter of the window; with half of a window of 910, the CPU took a quarter more time.
+For wide windows, a block has a quarter of the window; with half of a window of 910, the CPU took a fifth more time.
 """
 
 HAS_CPU_OPERATORS = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")

@@ -139,7 +139,7 @@ def test_a_process_takes_its_part_of_every_input(tiny_config, monkeypatch):
     """The second of two. What comes after its last token is not to be predicted."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    labels, positions = torch.arange(24).view(2, 12), torch.tensor([[*range(5), *range(7)]])
+    labels, positions = torch.arange(24).view(2, 12), torch.tensor([[*range(6), *range(3), *range(3)]])
     embeds, teacher = torch.randn(2, 12, 48), torch.randn(2, 12, 97)
     whole = {"inputs_embeds": embeds, "position_ids": positions, "labels": labels, "teacher_logits": teacher}
     others = {"ignore_index": 8, "use_cache": True, "cu_seq_lens_q": torch.tensor([0, 3, 12])}
@@ -147,6 +147,7 @@ def test_a_process_takes_its_part_of_every_input(tiny_config, monkeypatch):
     assert all(torch.equal(part[name], x[:, 6:]) for name, x in whole.items())
     assert part["shift_labels"].tolist() == [[7, 8, 9, 10, 11, 8], [19, 20, 21, 22, 23, 8]]
     assert part["num_items_in_batch"] == (22 - 1) / 2  # the two processes take the mean of their losses
+    assert part["last_position"] == 5  # in the other part, of a document
     assert part["ignore_index"] == 8 and not part.keys() & {"use_cache", "cu_seq_lens_q"}
     part, _ = take_part(tiny_config(), {**whole, "shift_labels": labels}, None)
     assert torch.equal(part["shift_labels"], labels[:, 6:])
@@ -181,6 +182,21 @@ def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
     assert set(seen[0]) == given | masks | {"position_ids", "shift_labels", "num_items_in_batch"}
     torch.testing.assert_close(loss, model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss)
     assert model.forward is record and "past_key_values" not in seen[1]
+
+
+def test_only_split_steps_take_rotary_frequencies_of_whole_rows(tiny_model):
+    lengths = {"original_max_position_embeddings": 16, "factor": 4.0}
+    factors = {"short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **lengths, **factors}
+    model = tiny_model(position_embedding_type="rope", rope_parameters=rope)
+    ids = torch.randint(97, (1, 20))
+    expected = model(ids[:, :8]).logits
+    with alone():
+        end = split_sequences(model, torch.distributed.group.WORLD)
+        model.train()(ids, labels=ids)  # with the factors of long rows
+        in_evaluation = model.eval()(ids[:, :8]).logits
+        end()
+    assert torch.equal(in_evaluation, expected) and torch.equal(model.train()(ids[:, :8]).logits, expected)
 
 
 def test_models_with_code_of_their_own(tiny_model, tmp_path, monkeypatch):
