@@ -131,11 +131,12 @@ def conversion(figure: Figure, scheme: str):
     others, ends = [], {}
     for name, points in lines.items():
         color = GLOBALS[scheme] if name == "source" else LOCAL if name.startswith("LSGPT") else BASELINE
-        left.plot(*zip(*sorted(points)), "o-", color=color, linewidth=2, markersize=4)
-        if name.endswith("healed"):
-            offset, side = ((-6, 0), "right") if name.startswith("LSGPT") else ((4, -18), "left")
-            place = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 7}
-            left.annotate(name.replace(" ", "\n"), min(points), offset, color=color, **place)
+        is_healed = name.endswith("healed")
+        left.plot(*zip(*sorted(points)), "o--" if is_healed else "o-", color=color, linewidth=2, markersize=4)
+        if is_healed:
+            end, offset, side = (min, (-6, 0), "right") if name.startswith("LSGPT") else (max, (3, -16), "left")
+            place = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 7, "linespacing": 1}
+            left.annotate(name.replace(" ", "\n"), end(points), offset, color=color, **place)
         elif name in ("source", "LSGPT", "whole layers", "DuoAttention"):
             ends[name] = max(points)[1], color
         else:

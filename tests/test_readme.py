@@ -267,8 +267,9 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     perplexity = {row["method"]: row["perplexity_ratio"] for row in methods["rows"] if row["method"] != "source"}
     found = {row["method"]: row["exact"] for row in methods["rows"]}
     intervals = {row["method"]: row["interval"] for row in methods["rows"]}
-    names = ("LSGPT", "LSGPT healed", "whole layers", "whole layers healed", "DuoAttention", "source")
-    ours, tuned, layers, tuned_layers, duo, source = (f"{found.pop(name):.2f}" for name in names)
+    names = ("LSGPT", "LSGPT healed", "whole layers", "whole layers healed", "DuoAttention")
+    source, *of_names = (f"{found.pop(name):.2f}" for name in ("source", *names))
+    ours, tuned, layers, tuned_layers, duo = of_names
     assert f"the source finds {source}, the conversion {ours} (healed {tuned}), DuoAttention with the same" in related
     streaming = f"{found.pop('StreamingLLM'):.2f}"
     most = f"StreamingLLM {streaming}, compression at most {max(found.values()):.2f}"
@@ -276,8 +277,8 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
     assert f"of their heads, find {layers}, LSGPT {ours}. Healing nearly closes" in measurements
     assert f"find {tuned_layers}, healed LSGPT {tuned} with the lowest perplexity, but the intervals" in measurements
     assert min(perplexity, key=perplexity.get) == "LSGPT healed"
-    names = ("", "-whole", "-10")
-    runs = [json.loads(read(f"benchmarks/results/quality/healing{name}-two-cores.json")) for name in names]
+    healings = ("", "-whole", "-10", "-whole-10")
+    runs = [json.loads(read(f"benchmarks/results/quality/healing{name}-two-cores.json")) for name in healings]
     assert {run["step"] for run in runs} == {110}  # what is compared
     one, other = intervals["LSGPT healed"], intervals["whole layers healed"]
     assert max(one[0], other[0]) <= min(one[1], other[1])
@@ -297,14 +298,14 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         figures[share] = {row["method"]: f"{row['exact']:.2f}" for row in rows}
         one, other = (row["interval"] for row in rows if row["method"] in ("LSGPT", "DuoAttention"))
         assert max(one[0], other[0]) <= min(one[1], other[1])
-        others = {row["method"]: row["exact"] for row in rows if row["method"] != "LSGPT healed"}
+        others = {row["method"]: row["exact"] for row in rows if not row["method"].endswith("healed")}
         key_diff = [others.pop(name) for name in ("LSGPT", "whole layers", "DuoAttention", "KeyDiff")][-1]
         highest += [*others.values(), *([] if share == 50 else [key_diff])]
-    ours, duo, layers, tuned = map(figures[10].get, ("LSGPT", "DuoAttention", "whole layers", "LSGPT healed"))
-    assert (
-        f"With 10%, LSGPT finds {ours}, DuoAttention {duo} (intervals overlap), whole layers {layers}," in measurements
-    )
-    assert f"healing-10-two-cores.json) LSGPT {tuned}, with the lowest perplexity." in measurements
+    ours, tuned, layers, tuned_layers, duo = map(figures[10].get, names)
+    untrained = f"LSGPT finds {ours}, DuoAttention {duo} (intervals overlap), whole layers {layers}"
+    assert f"With 10%, {untrained}; healed, [LSGPT](" in measurements
+    assert f"healing-10-two-cores.json) {tuned}, with the lowest perplexity, and [whole layers](" in measurements
+    assert f"healing-whole-10-two-cores.json) {tuned_layers}. With 35%" in measurements
     duo, ours, layers = (
         " and ".join(figures[share][name] for share in (35, 50)) for name in ("DuoAttention", "LSGPT", "whole layers")
     )
