@@ -168,6 +168,7 @@ def checks_of_logits() -> list[Check]:
     )
     ratios = difference("long-training", "ls", "mhsa", lambda run: 2 ** growth(run))
     assert interval(ratios)[1] < 0 < interval(ratios)[2], "as a ratio, growth must be inconclusive"
+    halved = {run["arm"]: run["values"] for run in lines_of("long-training", "half-initial-weights")}
     larger = [rate for rate in RATES if interval(doublings("learning-rates", f"ls-lr{rate}", f"mhsa-lr{rate}"))[1] > 0]
     return [
         explosion_row("[20,000 steps]*`mhsa` above 200, `ls` below 50 (paper)", "long-training", "mhsa", "ls", 200),
@@ -176,6 +177,11 @@ def checks_of_logits() -> list[Check]:
             diverged,
             2,
             "supported" if diverged == ["2", "0"] else "contradicted" if diverged[0] == "0" else "inconclusive",
+        ),
+        prose(
+            CLAIMS,
+            "half-initial-weights.jsonl) (one seed, later): {}, {}.",
+            *(decimal(halved[arm]["max_logit"], 0) for arm in ("mhsa", "ls")),
         ),
         row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 2),
         row(
