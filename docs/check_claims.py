@@ -180,7 +180,7 @@ def checks_of_logits() -> list[Check]:
         ),
         prose(
             CLAIMS,
-            "half-initial-weights.jsonl) (one seed, later): {}, {}.",
+            "half-initial-weights.jsonl) (one seed, later): `mhsa` {}, `ls` {}.",
             *(decimal(halved[arm]["max_logit"], 0) for arm in ("mhsa", "ls")),
         ),
         row("Growth from their second tenth", difference("long-training", "ls", "mhsa", growth), -1, 2),

@@ -57,7 +57,7 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("docs/claims.md", "`mhsa` above 400", "`mhsa` above 500"),
         ("docs/claims.md", "`mhsa` reaches 379", "`mhsa` reaches 479"),
         ("docs/claims.md", "257; `ls` 44 and 36", "257; `ls` 44 and 46"),
-        ("docs/claims.md", "(one seed, later): 491, 44", "(one seed, later): 491, 54"),
+        ("docs/claims.md", "`mhsa` 491, `ls` 44", "`mhsa` 491, `ls` 54"),
         ("docs/claims.md", "0.422 (0.006", "0.422 (-0.006"),
         ("docs/claims.md", "(0.044 to 0.145)|2|inconclusive", "(0.044 to 0.145)|2|supported"),
         ("docs/claims.md", "0.67, 0.68|2|inconclusive", "0.67, 0.68|2|contradicted"),
