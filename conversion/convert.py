@@ -132,11 +132,12 @@ def _check_measurable(source, model, tokenizer, text):
         raise ValueError(
             f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
         )
-    if 0 in model.config.num_global_heads_per_layer:
+    counts = model.config.num_global_heads_per_layer
+    if 0 in counts:
+        rest = ", and make heads of its other layers local with `with_global_heads`" if any(counts) else ""
         raise ValueError(
-            "`text` (`--calibrate`) must be unset for a model some of whose layers have a window, because their "
-            f"heads would be measured as if they had none; got {text!r}. Convert it without, and make heads of "
-            "its other layers local with `with_global_heads`"
+            "`text` (`--calibrate`) must be unset for a model with layers that have a window, because their heads "
+            f"would be measured as if they had none; got {text!r}. Convert it without{rest}"
         )
 
 

@@ -103,7 +103,7 @@ def with_global_heads(
 
     Raises:
         ValueError: If layers of the model have both kinds of heads, or lack some of the heads; if the window is below
-            2, or is not that of the layers with local heads; if there are such layers, and sinks.
+            2, or is not that of the layers with local heads; if there are such layers, and sinks, given or its own.
     """
     if set(model.config.num_global_heads_per_layer) != {0, model.config.num_attention_heads}:
         _check_all_global(model)
@@ -410,6 +410,8 @@ def _check_windowed_layers(
         raise ValueError(
             f"`window` must be {config.sliding_window}, as in the layers of the model that have a window; got {window}"
         )
+    if any(is_windowed) and config.attention_sinks:
+        raise ValueError("`attention_sinks` must be False for a model with layers that have a window")
     if any(is_windowed) and sinks is not None:
         raise ValueError("`sinks` must be None for a model with layers that have a window, which are to get none")
     for layer, (stays_local, chosen) in enumerate(zip(is_windowed, global_kv_heads)):

@@ -38,9 +38,10 @@ def load_nanogpt(path: str | Path) -> LSGPTForCausalLM:
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{str(path)!r} must be a complete file written by `torch.save`: {error}") from error
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        found = ", ".join([*map(str, checkpoint)][:5]) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise ValueError(
-            f"{str(path)!r} must be a checkpoint of nanoGPT, with `model` and `model_args`; it has {found}"
+            f"{str(path)!r} must be a checkpoint of nanoGPT, with `model` and `model_args`; it has {found}. For a "
+            "model of Transformers, name its folder"
         )
     return convert_nanogpt(checkpoint["model"], checkpoint["model_args"])
 

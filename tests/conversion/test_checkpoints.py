@@ -219,7 +219,8 @@ class RunsCode:
     [
         ({"model": {}, "model_args": {}, "extra": RunsCode()}, "this one needs builtins.print"),
         ({"weights": {}}, "must be a checkpoint of nanoGPT, with `model` and `model_args`; it has weights"),
-        ([1], "it has list"),
+        ([1], "it has list. For a model of Transformers, name its folder"),
+        (dict(zip("abcdefg", range(7))), "it has a, b, c, d, e. For"),
         ({"model": [], "model_args": {}}, "must be dictionaries"),
         ("text", "must be a complete file written by `torch.save`"),
         ("cut", "must be a complete file written by `torch.save`"),

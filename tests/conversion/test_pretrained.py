@@ -237,13 +237,20 @@ def test_layers_with_a_window_get_no_sinks():
     sinks = Sinks(torch.zeros(3, 6), torch.zeros(3, 2, 16))
     with pytest.raises(ValueError, match="`sinks` must be None for a model with layers that have a window"):
         with_global_heads(model, [[], [], [0]], 8, sinks)
+    model.config.attention_sinks = True
+    with pytest.raises(ValueError, match="`attention_sinks` must be False for a model with layers that have a window"):
+        with_global_heads(model, [[], [], [0]], 8)
 
 
-def test_heads_of_models_with_windows_are_not_measured(tmp_path):
-    make_source(Gemma2Config, **GEMMA, vocab_size=300).save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("has_other_layers", [True, False])
+def test_heads_of_models_with_windows_are_not_measured(tmp_path, has_other_layers):
+    values = GEMMA if has_other_layers else {"sliding_window": 8}
+    source = make_source(Gemma2Config if has_other_layers else MistralConfig, **values, vocab_size=300)
+    source.save_pretrained(tmp_path / "source")
     make_tokenizer().save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=r"`text` .* must be unset for a model some of whose layers have"):
+    with pytest.raises(ValueError, match=r"`text` .* must be unset for a model with layers that have") as error:
         convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
+    assert ("its other layers" in str(error.value)) == has_other_layers
 
 
 def make_tokenizer():
