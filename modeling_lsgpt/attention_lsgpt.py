@@ -111,12 +111,13 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
         if not torch.compiler.is_compiling() and not _takes(ALL_ATTENTION_FUNCTIONS.get(name), argument):
             raise ValueError(
                 f'`{field}` needs an attention function with an argument `{argument}`; "{name}" has none. Use '
-                f'attn_implementation="{"sdpa" if argument == "s_aux" else "eager"}"'
+                f'attn_implementation="{_suggest_engine(config.attn_logit_softcapping)}"'
             )
     if any(v.sink_window is not None for v in visibility.values()) and not _takes_sinks_of_queries(name):
         raise ValueError(
             f'`attention_sinks` must be True or False with "{name}", which shows a sink to all queries or to none; '
-            f'got "{config.attention_sinks}". Use attn_implementation="sdpa"'
+            f'got "{config.attention_sinks}". '
+            f'Use attn_implementation="{_suggest_engine(config.attn_logit_softcapping)}"'
         )
     sees_sink = {kind: v.sees_sink() for kind, v in visibility.items()}
     create = ALL_MASK_ATTENTION_FUNCTIONS.get(name, dense_mask)
@@ -177,6 +178,10 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
 def _takes(attend: Callable | None, argument: str) -> bool:
     # `eager` is not in the table. A function that takes any keyword may ignore this one.
     return attend is None or argument in inspect.signature(attend).parameters
+
+
+def _suggest_engine(softcap: float | None) -> str:
+    return "sdpa" if softcap is None else "eager"
 
 
 def _takes_sinks_of_queries(name: str) -> bool:
@@ -367,12 +372,12 @@ def flex_attention_forward_with_sinks(
     if dropout:
         raise ValueError(
             f"FlexAttention does not support `attention_dropout`, which is {dropout} here; use "
-            'attn_implementation="sdpa", or set it to 0'
+            f'attn_implementation="{_suggest_engine(softcap)}", or set it to 0'
         )
     if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "PyTorch's FlexAttention has no backward pass on the CPU; train with "
-            'attn_implementation="sdpa", or run the model under torch.no_grad()'
+            f'attn_implementation="{_suggest_engine(softcap)}", or run the model under torch.no_grad()'
         )
     is_compiled = query.device.type != "cpu" or is_tracing(query)
     if is_compiled and s_aux is None:

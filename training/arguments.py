@@ -379,7 +379,7 @@ def check_arguments(arguments: Arguments):
         raise ValueError("`license` must be set with `push_to_hub`, for the model card; for example apache-2.0")
     engine = (model.attn_implementation or "").removesuffix(IN_FLOAT32)
     if engine in ("flex_attention", "triton") and args.device.type == "cpu":
-        raise ValueError(f"`attn_implementation` must not be {engine} for training on the CPU; use sdpa, for example")
+        raise ValueError(f"`attn_implementation` must not be {engine} for training on the CPU; leave it out")
     for name, is_set in (("teacher", model.teacher), ("trainable: lora", model.trainable == "lora")):
         if is_set and is_sharded(args):
             raise ValueError(f"`{name}` must not be combined with FSDP or DeepSpeed; use DDP or one process")

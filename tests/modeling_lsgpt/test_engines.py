@@ -207,7 +207,7 @@ def test_a_third_kind_of_head(tiny_config, monkeypatch):
 def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, registered):
     """Transformers' own functions take any keyword, and only some of them add sinks."""
     AttentionInterface.register("plain", sdpa_attention_forward)
-    AttentionInterface.register("with_sinks", lambda *args, s_aux=None, **kwargs: 1 / 0)
+    AttentionInterface.register("with_sinks", lambda *args, s_aux=None, softcap=None, **kwargs: 1 / 0)
     model, ids = tiny_model(engine="eager", attention_sinks=True), torch.randint(97, (1, 40))
     model.config._attn_implementation = "plain"
     message = r'`attention_sinks` needs .* an argument `s_aux`; "plain" has none. Use attn_implementation="sdpa"'
@@ -219,6 +219,11 @@ def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, re
     model.config.attention_sinks = "full_window"
     with pytest.raises(ValueError, match=r'must be True or False with "with_sinks", which shows .* got "full_window"'):
         model(ids)
+    model.config.attn_logit_softcapping = 20.0  # which "sdpa" cannot do
+    for name in ("plain", "with_sinks"):
+        model.config._attn_implementation = name
+        with pytest.raises(ValueError, match=r'`attention_sinks` .* Use attn_implementation="eager"'):
+            model(ids)
 
 
 def test_registered_functions_that_would_ignore_a_softcap_are_refused(tiny_model, registered):

@@ -533,8 +533,13 @@ def test_generation_beyond_learned_positions_is_named(tiny_model):
 def test_engines_say_what_they_cannot_do(tiny_model, tiny_config):
     input_ids = batch()
     flex = tiny_model(engine="flex_attention", head_dim=16).train()
-    with pytest.raises(ValueError, match="no backward pass on the CPU"):
+    with pytest.raises(ValueError, match=r'on the CPU; train with attn_implementation="sdpa"'):
         flex(input_ids)
+    capped = tiny_model(engine="flex_attention", head_dim=16, attn_logit_softcapping=20.0, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r'on the CPU; train with attn_implementation="eager"'):
+        capped(input_ids)
+    with pytest.raises(ValueError, match=r'`attention_dropout`, which is 0\.1 here; use attn_implementation="eager"'):
+        capped.train()(input_ids)
     with pytest.raises(ValueError, match=r"`flex_attention` needs a boolean 4-D mask, .* got torch.float32"):
         flex(input_ids, attention_mask=torch.zeros(2, 1, 45, 45))
     dropout = tiny_model(engine="flex_attention", head_dim=16, attention_dropout=0.1).train().requires_grad_(False)
