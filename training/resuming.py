@@ -39,6 +39,13 @@ def recipe_before(checkpoint: str | Path, arguments: Arguments) -> dict:
     return load_recipe(file) if file.is_file() else arguments.recipe
 
 
+def _how_to_change(checkpoint: str | Path, recipe: dict) -> str:
+    if recipe.get("trainable") == "lora":  # the checkpoint holds the adapter alone
+        folder = Path(checkpoint).parent
+        return f"To change it, finish this run, then begin one with its merged weights: --model_name_or_path {folder}"
+    return f"To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+
+
 def check_optimizer(checkpoint: str | Path, arguments: Arguments):
     """Raises `ValueError` if a run would resume with another optimizer, or with settings that its state replaces."""
     before, now = recipe_before(checkpoint, arguments), arguments.recipe
@@ -47,7 +54,7 @@ def check_optimizer(checkpoint: str | Path, arguments: Arguments):
         if old != new:
             raise ValueError(
                 f"`{name}` must be as before ({old}) when a run resumes, because the optimizer keeps its settings; "
-                f"got {new}. To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+                f"got {new}. {_how_to_change(checkpoint, before)}"
             )
 
 
@@ -58,7 +65,7 @@ def check_model(checkpoint: str | Path, arguments: Arguments):
         if name not in (*TOKENS, "use_cache") and getattr(before, name) != getattr(now, name):
             raise ValueError(
                 f"`{name}` of the model must be as before ({getattr(before, name)}) when a run resumes; got "
-                f"{getattr(now, name)}. To change it, begin a run with the weights: --model_name_or_path {checkpoint}"
+                f"{getattr(now, name)}. {_how_to_change(checkpoint, recipe_before(checkpoint, arguments))}"
             )
 
 

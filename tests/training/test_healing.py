@@ -39,6 +39,7 @@ from lsgpt.training.healing import load_teacher, measure_perplexity, next_token_
 from lsgpt.training.report import _before_and_after
 from lsgpt.training.results import RunResult
 from lsgpt.training.train import load_texts, make_blocks, train
+from lsgpt.utilities import load_complete
 
 
 DOC = (Path(__file__).parents[2] / "docs" / "healing.md").read_text(encoding="utf-8")
@@ -496,6 +497,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(printed_runs, tmp_path, nam
     results = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in (whole, killed)]
     for field in ("perplexity_before_training", "teacher_perplexity", "eval_perplexity"):
         assert results[0][field] == results[1][field] > 1
+
+
+@pytest.mark.parametrize("name", ["heal", "heal-lora"])
+@pytest.mark.parametrize("change", [["--weight_decay", "0.5"], ["--config_overrides", "{resid_dropout: 0.3}"]])
+def test_what_a_refusal_to_resume_proposes_can_be_done(printed_runs, name, change):
+    with pytest.raises(ValueError, match=r"must be as before .* To change it") as error:
+        build_trainer(parse_arguments(None, ["--resume_from_checkpoint", f"runs/{name}", *change]))
+    load_complete(str(error.value).split("--model_name_or_path ")[1], ())
 
 
 def test_report_has_the_figures_before_and_after(printed_runs, tmp_path):
