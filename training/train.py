@@ -20,6 +20,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_utils import align_special_tokens
 
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.telemetry import measure_max_logits
@@ -252,6 +253,20 @@ def _callback(trainer: LSGPTTrainer, callback_type: type) -> Any:
     return next((c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type)), None)
 
 
+def _check_generation_config(trainer: LSGPTTrainer):
+    """
+    Raises `ValueError` if the generation config could not be saved after training, which would lose the weights.
+    Transformers saves an invalid one only as it was loaded, but `Trainer` puts the tokenizer's special tokens into it.
+    """
+    align_special_tokens(trainer.model, trainer.processing_class)
+    try:
+        trainer.model.generation_config.save_pretrained(trainer.args.output_dir)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint's generation_config.json must be valid, to be saved again: {error}"
+        ) from error
+
+
 def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     """
     Trains, evaluates, saves, reports, and prints what to do next. Returns the results; `None` in processes other than
@@ -260,6 +275,8 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     args = trainer.args
     folder = Path(args.output_dir)
     is_main = trainer.is_world_process_zero()
+    if is_main:
+        _check_generation_config(trainer)
     if is_main and not args.resume_from_checkpoint:
         _write_recipe(folder, arguments)
     if args.resume_from_checkpoint:

@@ -498,6 +498,11 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         overrides = ["--config_overrides", override, "--output_dir", tmp_path / "random"]
         assert lsgpt_cli.main(["train", *map(str, [*arguments[:-4], *overrides])]) == 2
         assert re.search(f"the weights in '{base}' must match .*{message}", capsys.readouterr().err)
+    # Transformers saves this one as it is, but not with the tokenizer's token: the run must not end without weights.
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "eos_token_id": 5}))
+    assert lsgpt_cli.main(["train", *map(str, [*arguments[:-3], tmp_path / "lost"])]) == 2
+    assert re.search("generation_config.json must be valid, .*`temperature`", capsys.readouterr().err, re.DOTALL)
+    assert not (tmp_path / "lost").exists() or not any((tmp_path / "lost").iterdir())
     arguments += ["--block_size", "65", "--output_dir", tmp_path / "x"]
     assert lsgpt_cli.main(["train", *map(str, arguments)]) == 2
     assert "`block_size` must be between 2 and `max_position_embeddings` (64); got 65" in capsys.readouterr().err
