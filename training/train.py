@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,8 @@ def _check_generation_config(trainer: LSGPTTrainer):
     """
     align_special_tokens(trainer.model, trainer.processing_class)
     try:
-        trainer.model.generation_config.save_pretrained(trainer.args.output_dir)
+        with TemporaryDirectory() as folder:
+            trainer.model.generation_config.save_pretrained(folder)
     except ValueError as error:
         raise ValueError(
             f"the checkpoint's generation_config.json must be valid, to be saved again: {error}"

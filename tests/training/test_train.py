@@ -179,7 +179,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
 
 
 def test_a_run_does_not_go_on_as_another_model(tmp_path, tiny_config):
-    arguments = SimpleNamespace(build_config=lambda: tiny_config(sliding_window=8))
+    arguments = SimpleNamespace(build_config=lambda: tiny_config(sliding_window=8), recipe={})
     tiny_config(sliding_window=8, eos_token_id=5, use_cache=False).save_pretrained(tmp_path)  # which runs set
     check_model(tmp_path, arguments)
     tiny_config(sliding_window=4).save_pretrained(tmp_path)
