@@ -164,7 +164,10 @@ def main(arguments: list[str]):
     """Measures all methods on the same passages, one passage after the other, and prints a table."""
     parser = argparse.ArgumentParser(prog="lsgpt bench cache_methods", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a Llama: its folder, name on the Hub, or GGUF file")
-    parser.add_argument("--calibrate", required=True, help="text to choose heads on, as for `lsgpt convert`")
+    parser.add_argument(
+        "--calibrate",
+        help="text to choose heads on, as for `lsgpt convert`; without it, only source and --checkpoints are measured",
+    )
     parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")
     parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
     parser.add_argument("--save-whole", metavar="FOLDER", help="keep the one with whole layers, to heal it")
@@ -180,24 +183,27 @@ def main(arguments: list[str]):
         help="default: %(default)s",
     )
     options = parser.parse_args(arguments)
+    if options.calibrate is None and (options.save_whole is not None or not options.checkpoints):
+        parser.error("--calibrate is missing; without it, there must be --checkpoints, and no --save-whole")
 
     result = begin_result("cache_methods", *arguments)
     tokenizer, source = load_tokenizer(options.source), load(options.source)
     whole = convert_pretrained(source)
     count, window = budget_heads(whole.config, options.cache_share)
-    choice = calibrate(whole, tokenizer, options.calibrate, count, window, max_blocks=options.max_blocks)
-    layers, sinks = whole_layers(choice.changes.scores, count), choice.changes.sinks
-    converted = with_global_heads(whole, choice.global_kv_heads, window, sinks)
-    share = converted.config.kv_cache_bytes(options.length) / whole.config.kv_cache_bytes(options.length)
-
-    methods: dict[str, tuple] = {"source": (source, None), "LSGPT": (converted, None)}
+    methods: dict[str, tuple] = {"source": (source, None)}
     methods |= {f"LSGPT {name}": (load(name), None) for name in options.checkpoints}
-    methods["whole layers"] = with_global_heads(whole, layers, window, sinks), None
+    if options.calibrate is not None:
+        choice = calibrate(whole, tokenizer, options.calibrate, count, window, max_blocks=options.max_blocks)
+        layers, sinks = whole_layers(choice.changes.scores, count), choice.changes.sinks
+        converted = with_global_heads(whole, choice.global_kv_heads, window, sinks)
+        share = converted.config.kv_cache_bytes(options.length) / whole.config.kv_cache_bytes(options.length)
+        methods["LSGPT"] = converted, None
+        methods["whole layers"] = with_global_heads(whole, layers, window, sinks), None
+        presses = make_presses(share, choice.global_kv_heads, window)
+        methods |= {name: (source, press) for name, press in presses.items()}
     if options.save_whole is not None:
         for each in (methods["whole layers"][0], tokenizer):
             each.save_pretrained(options.save_whole)
-    presses = make_presses(share, choice.global_kv_heads, window)
-    methods |= {name: (source, press) for name, press in presses.items()}
     text = read_text(options.text, tokenizer, options.length * options.passages + FOLLOWING)
     passages = make_passages(tokenizer, text[:-FOLLOWING], options.length, options.passages, window, seed=3)
     items: dict[str, list[dict]] = {name: [] for name in methods}

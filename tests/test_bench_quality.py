@@ -273,7 +273,7 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     texts = ["--calibrate", "text.txt", "--text", "text.txt", "--checkpoints", "ls"]
     cache_methods.main(["source", *texts, *sizes.split(), "--save-whole", "whole", "--output", str(output)])
     rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
-    assert list(rows) == ["source", "LSGPT", "LSGPT ls", "whole layers"]
+    assert list(rows) == ["source", "LSGPT ls", "LSGPT", "whole layers"]
     assert rows["source"]["perplexity_ratio"] == rows["source"]["cache_ratio"] == 1
     tokens = rows["source"]["bytes"] / (2 * 4 * 8 * 4)  # keys and values of 4 heads in all, of width 8, in float32
     assert rows["LSGPT"]["cache_ratio"] == pytest.approx((tokens + 3 * 546) / (4 * tokens), rel=0.01)
@@ -282,6 +282,19 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     saved = AutoModelForCausalLM.from_pretrained("whole").config
     assert saved.num_global_heads_per_layer == [0, 0] and saved.sliding_window == 546  # one head would be half a layer
     assert len(AutoTokenizer.from_pretrained("whole")) == 258
+
+    cache_methods.main(["source", *texts[2:], *sizes.split(), "--output", str(output)])
+    again = json.loads(output.read_text())["rows"]
+    assert [row["method"] for row in again] == ["source", "LSGPT ls"]
+    for row in again:
+        assert {**rows[row["method"]], "prefill_ratio": None} == {**row, "prefill_ratio": None}
+
+
+@pytest.mark.parametrize("others", [[], ["--checkpoints", "ls", "--save-whole", "whole"]])
+def test_other_methods_need_text_to_choose_heads_on(others, capsys):
+    with pytest.raises(SystemExit):
+        cache_methods.main(["source", "--text", "text.txt", *others])
+    assert "--calibrate is missing; without it, there must be --checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cache_methods", "cache_methods-10", "cache_methods-35", "cache_methods-50"])

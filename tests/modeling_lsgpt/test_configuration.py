@@ -232,6 +232,7 @@ def test_at_most_30_fields():
         {"norm_type": "rms_norm", "gated_mlp": True, "use_bias": True, "attention_sinks": True},
         {"gated_mlp": True, "use_bias": ["qkv_proj", "norm"], "attention_sinks": True, "num_global_heads": [6, 2]},
         {"use_bias": ["o_proj", "mlp"], "num_key_value_heads": 3},
+        {"use_bias": ["norm", "mlp", "o_proj", "qkv_proj"]},
         {"norm_type": "rms_norm_after", "qk_norm": "all_heads", "num_key_value_heads": 3},
         {"norm_type": "rms_norm_around", "use_bias": True},
     ],
