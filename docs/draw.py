@@ -134,9 +134,10 @@ def conversion(figure: Figure, scheme: str):
         is_healed = name.endswith("healed")
         left.plot(*zip(*sorted(points)), "o--" if is_healed else "o-", color=color, linewidth=2, markersize=4)
         if is_healed:
-            end, offset, side = (min, (-6, 0), "right") if name.startswith("LSGPT") else (max, (3, -16), "left")
+            # Beside the first point or below the second, where no line passes.
+            index, offset, side = (0, (-6, 0), "right") if name.startswith("LSGPT") else (1, (3, -16), "left")
             place = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 7, "linespacing": 1}
-            left.annotate(name.replace(" ", "\n"), end(points), offset, color=color, **place)
+            left.annotate(name.replace(" ", "\n"), sorted(points)[index], offset, color=color, **place)
         elif name in ("source", "LSGPT", "whole layers", "DuoAttention"):
             ends[name] = max(points)[1], color
         else:
