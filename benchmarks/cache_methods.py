@@ -174,7 +174,9 @@ def main(arguments: list[str]):
     parser.add_argument("--length", type=int, default=4096, help="tokens in a passage; default: %(default)s")
     parser.add_argument("--passages", type=at_least(1), default=20, help="default: %(default)s")
     parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
-    parser.add_argument("--max-blocks", type=int, default=4, help="as for `lsgpt convert`; default: %(default)s")
+    parser.add_argument(
+        "--max-blocks", type=int, default=4, help="of --calibrate, as for `lsgpt convert`; default: %(default)s"
+    )
     parser.add_argument(
         "--output",
         type=result_file,
