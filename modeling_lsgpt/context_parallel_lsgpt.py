@@ -28,9 +28,10 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention_lsgpt import FLASH_ARGUMENTS, AttentionMasks
+from .checks_lsgpt import check_ids, check_range
 from .configuration_lsgpt import LSGPTConfig
 from .modeling_lsgpt import attention_layers
-from .visibility_lsgpt import Visibility, describe_visibility, positions_in_documents
+from .visibility_lsgpt import Visibility, describe_visibility, resolve_positions
 
 
 def count_tokens_sent(sender: int, receiver: int, processes: int, length: int, window: int | None) -> int:
@@ -289,14 +290,21 @@ def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[
     if targets is None:
         targets = F.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
     tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs)
-    if "cu_seq_lens_q" in inputs and "position_ids" not in inputs:
-        inputs["position_ids"] = positions_in_documents(inputs["cu_seq_lens_q"], tokens)
-    visibility = describe_visibility(
-        config, tokens, inputs.get("attention_mask"), position_ids=inputs.get("position_ids")
-    )
+    position_ids = resolve_positions(tokens, **inputs)
+    visibility = describe_visibility(config, tokens, inputs.get("attention_mask"), position_ids=position_ids)
+    has_limit = config.position_embedding_type == "learned"
+    if position_ids is None:
+        position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if has_limit:  # without a look at values, which is for the CPU only
+            check_range(config, "position_ids", 0, tokens.shape[1] - 1, "max_position_embeddings")
+    # Whole rows are checked, so that every process has the error, and none waits for one that has it.
+    if has_limit:
+        check_ids(config, "position_ids", position_ids, "max_position_embeddings")
+    if "input_ids" in inputs:
+        check_ids(config, "input_ids", tokens, "vocab_size")
+    check_ids(config, "labels", inputs["labels"], "vocab_size", ignored)
     part = {name: value for name, value in inputs.items() if name not in FLASH_ARGUMENTS}
-    part.setdefault("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None])
-    part["last_position"] = part["position_ids"].max()
+    part |= {"position_ids": position_ids, "last_position": position_ids.max()}
     for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "teacher_logits"):
         if name in part:
             part[name] = part[name][:, begin:end]

@@ -41,7 +41,7 @@ from .checks_lsgpt import check_ids, check_inputs, check_layers, check_range, ch
 from .configuration_lsgpt import GLOBAL, HEAD_KINDS, LOCAL, LSGPTConfig
 from .linear_lsgpt import make_linear
 from .loss_lsgpt import causal_lm_loss, refuse_loss_arguments
-from .visibility_lsgpt import describe_visibility, positions_in_documents
+from .visibility_lsgpt import describe_visibility, resolve_positions
 
 
 logger = logging.get_logger(__name__)
@@ -466,13 +466,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if past_key_values is not None:
             self._prepare_cache(past_key_values)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None and (cu_seq_lens := kwargs.get("cu_seq_lens_q")) is not None:
-            position_ids = positions_in_documents(cu_seq_lens, inputs_embeds, past_length)
-        if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_k", "seq_idx")):
-            raise ValueError(
-                "`position_ids`, which begin at 0 in every document, or `cu_seq_lens_q` must come with "
-                "`cu_seq_lens_k` or `seq_idx`, which LSGPT does not use"
-            )
+        position_ids = resolve_positions(inputs_embeds, position_ids, past_length, **kwargs)
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         attention_masks = create_masks(self.config, visibility)
         if position_ids is None:
@@ -641,6 +635,8 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
             check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             check_ids(self.config, "labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
+            if kwargs.get("shift_labels") is not None:
+                kwargs["shift_labels"] = kwargs["shift_labels"].long()
 
         logits = loss = None
         if has_own_loss:

@@ -324,6 +324,29 @@ def _earlier_tokens(is_cached: torch.Tensor, first_position: torch.Tensor) -> to
     return (is_cached & (tokens_since > first_position)).long().neg()
 
 
+def resolve_positions(
+    inputs: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    past_length: int | torch.Tensor = 0,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """
+    The positions of `inputs` that are given as such or as `cu_seq_lens_q`, or `None`. Raises `ValueError` if packed
+    documents are given in other ways only.
+    """
+    if position_ids is None and cu_seq_lens_q is not None:
+        return positions_in_documents(cu_seq_lens_q, inputs, past_length)
+    if position_ids is None and not (cu_seq_lens_k is None and seq_idx is None):
+        raise ValueError(
+            "`position_ids`, which begin at 0 in every document, or `cu_seq_lens_q` must come with "
+            "`cu_seq_lens_k` or `seq_idx`, which LSGPT does not use"
+        )
+    return position_ids
+
+
 def positions_in_documents(
     cu_seq_lens: torch.Tensor, inputs: torch.Tensor, past_length: int | torch.Tensor = 0
 ) -> torch.Tensor:

@@ -313,6 +313,14 @@ def test_after_a_cache(name, cache_type):
     close(torch.stack(parts).amax(0), expected)
 
 
+def test_queries_of_flex_attention_come_after_the_cache():
+    mask = create_block_mask(lambda b, h, q, k: k <= q + 4, None, None, 5, 9, device="cpu")
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    key[:, :, 8] = 100 * query[:, :, 0]  # only the last query sees it
+    expected = (query @ key.mT / 8**0.5).tril(4).abs().amax((0, 2, 3))
+    close(max_logits_of_call("flex_attention", nn.Module(), query, key, key, mask), expected)
+
+
 @pytest.mark.parametrize("how", ["PEFT", "DDP", "compiled", "checkpointed"])
 def test_wrapped(how, fresh_compiler):
     model, inputs = build(num_hidden_layers=1 if how == "compiled" else 2).train(), padded_batch()

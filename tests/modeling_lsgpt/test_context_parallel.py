@@ -8,6 +8,8 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -21,6 +23,7 @@ from lsgpt.modeling_lsgpt.context_parallel_lsgpt import (
     take_part,
 )
 from lsgpt.modeling_lsgpt.visibility_lsgpt import describe_visibility
+from lsgpt.training import ContextParallelismConfig
 
 
 SCRIPT = Path(__file__).with_name("split_sequences.py")
@@ -153,6 +156,30 @@ def test_a_process_takes_its_part_of_every_input(tiny_config, monkeypatch):
     assert torch.equal(part["shift_labels"], labels[:, 6:])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_idx": torch.tensor([[0] * 5 + [1] * 7])}, "`position_ids`, which begin at 0 in every document, or"),
+        ({"cu_seq_lens_k": torch.tensor([0, 5, 12])}, "`position_ids`, which begin at 0 in every document, or"),
+        ({"input_ids": torch.tensor([[*range(11), 97]])}, "`input_ids` must be between 0 and 96"),
+        ({"labels": torch.tensor([[*range(11), 97]])}, "`labels` must be between 0 and 96 .*, or -100"),
+        ({"position_ids": torch.tensor([[*range(11), 20]])}, "`position_ids` must be between 0 and 19"),
+        (dict.fromkeys(("input_ids", "labels"), torch.ones(1, 24).long()), "got 23; learned positions end there"),
+        (
+            dict.fromkeys(("input_ids", "labels"), torch.ones(1, 24, device="meta").long()),
+            "got 23; learned positions end there",
+        ),
+    ],
+)
+def test_what_a_part_does_not_show_is_refused_by_all(tiny_config, monkeypatch, changes, message):
+    """A process that computes its own part, without the fault, would wait for one that has an error."""
+    ids = torch.arange(12)[None]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    with pytest.raises(ValueError, match=message):
+        take_part(tiny_config(max_position_embeddings=20), {"input_ids": ids, "labels": ids, **changes}, None)
+
+
 @contextmanager
 def alone():
     """A group with this process only."""
@@ -213,6 +240,28 @@ def test_models_with_code_of_their_own(tiny_model, tmp_path, monkeypatch):
         loss = model(ids, labels=ids).loss
         end()
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+
+
+def test_a_split_follows_the_state_of_accelerate(tiny_model, tiny_config, monkeypatch):
+    """It ends where a later training is not split; models without a language-modeling head are not evaluated so."""
+    begun, ended, model = [], [], tiny_model()
+    monkeypatch.setattr(
+        ContextParallelismConfig, "split", lambda self, model: begun.append(model) or (lambda: ended.append(model))
+    )
+    AcceleratorState._reset_state(True)
+    try:
+        state = Accelerator(cpu=True).state
+        state.parallelism_config = ContextParallelismConfig(cp_size=2)
+        for _ in range(2):
+            model.train()
+            model.eval()
+        LSGPTForSequenceClassification(tiny_config()).eval()
+        assert begun == [model] and ended == []
+        state.parallelism_config = None
+        model.train()
+        assert begun == ended == [model]
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 DIFFERENT_ROWS = """

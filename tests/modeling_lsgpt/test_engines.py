@@ -405,6 +405,7 @@ def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
     for dtype, inputs, message in (
         (torch.float32, {}, "computes in float16 or bfloat16; got torch.float32"),
         (torch.bfloat16, {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, "does not support a 4-D"),
+        (torch.bfloat16, {"attention_mask": torch.zeros(2, 1, 12, 12)}, "does not support a 4-D"),
         (torch.bfloat16, {"position_ids": positions}, "packed documents only in a single row without padding"),
         (torch.bfloat16, {**row, "attention_mask": torch.arange(12)[None] < 10}, "a single row without padding"),
         (torch.bfloat16, {**row, "past_key_values": filled}, "packed documents only .* and without a cache"),
@@ -445,10 +446,11 @@ def test_flex_attention_as_on_a_gpu(tiny_model, monkeypatch, values):
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @torch.no_grad()
-def test_decode_steps_of_flex_attention_are_soft_capped(tiny_model, has_sinks):
-    """`sdpa`, which takes single tokens otherwise, cannot do it."""
-    values = {"attn_logit_softcapping": 0.5, "attention_sinks": has_sinks}
+def test_decode_steps_of_flex_attention(tiny_model, has_sinks, softcap):
+    """`sdpa`, which takes single tokens otherwise, cannot soft-cap them."""
+    values = {"attn_logit_softcapping": softcap, "attention_sinks": has_sinks}
     ids, logits = torch.randint(97, (2, 21)), []
     for engine in ("flex_attention", "eager"):
         model = tiny_model(engine=engine, **values)
@@ -470,6 +472,16 @@ def test_keys_that_a_cache_returns_beyond_those_it_announced_are_cut_off(tiny_mo
     caches = [cache_class(config=model.config) for cache_class in (DynamicCache, Recording)]
     logits = [torch.cat([model(x, past_key_values=c).logits for x in ids.split(10, dim=1)], dim=1) for c in caches]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_heads_without_a_mask_in_a_dictionary_see_what_they_usually_see(tiny_model, engine):
+    model, ids = tiny_model(engine=engine), torch.randint(97, (1, 40))
+    causal = torch.ones(1, 1, 40, 40).tril().bool()
+    for masks in ({GLOBAL: causal, LOCAL: None}, {GLOBAL: None, LOCAL: causal.triu(-7)}):
+        actual = model(ids, attention_mask=masks).logits
+        torch.testing.assert_close(actual, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])

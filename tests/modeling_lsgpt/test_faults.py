@@ -82,6 +82,21 @@ def test_a_batch_that_shrinks_leaves_its_buffers(tiny_model):
     torch.testing.assert_close(actual, model(ids[:1]).logits[:, -1:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("changed", ["keys", "values"])
+@torch.no_grad()
+def test_changed_keys_or_values_are_used(tiny_model, changed):
+    """Also if only one of the two was replaced, after steps that left room in the buffers."""
+    model, ids = tiny_model(), torch.randint(97, (1, 21))
+    cache = DynamicCache(config=model.config)
+    for part in ids.split((19, 1, 1), dim=1)[:2]:
+        model(part, past_key_values=cache)
+    setattr(cache.layers[0], changed, getattr(cache.layers[0], changed) * 2)
+    twin = copy.deepcopy(cache)
+    twin.layers[0].buffers = None
+    logits = [model(ids[:, 20:], past_key_values=each).logits for each in (cache, twin)]
+    assert torch.equal(*logits)
+
+
 @torch.no_grad()
 def test_a_cache_that_is_reset_holds_no_memory(tiny_model):
     model, cache = tiny_model(), DynamicCache(config=tiny_model().config)
@@ -336,8 +351,10 @@ def test_vmap_over_rows_with_masks_and_after_a_cache(tiny_model, engine, sinks, 
 def test_additive_masks_of_another_dtype(tiny_model, dtype, mask_dtype):
     ids, bias = torch.randint(97, (2, 20)), torch.randn(2, 1, 20, 20, dtype=mask_dtype)
     mask = bias.masked_fill(torch.ones(20, 20).triu(1).bool(), torch.finfo(mask_dtype).min)
+    mask[..., :3] = torch.finfo(mask_dtype).min  # so that the first three queries see nothing
     logits = [tiny_model(engine=name).to(dtype)(ids, attention_mask=mask).logits for name in ("sdpa", "eager")]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert all(x.isfinite().all() for x in logits)
+    torch.testing.assert_close(*(x[:, 3:] for x in logits), rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives(tiny_model):
@@ -401,6 +418,16 @@ def test_a_trace_holds_for_longer_inputs(tiny_model, attention_sinks, length):
     for longer in (3, 8, 20, 31):
         ids = torch.randint(97, (1, longer))
         torch.testing.assert_close(traced(ids)["logits"], model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_trace_holds_for_other_padding(tiny_model):
+    """The example's mask has none."""
+    model, ids, mask = tiny_model(use_cache=False), torch.randint(97, (2, 20)), torch.ones(2, 20).long()
+    traced = torch.jit.trace(model, (ids, mask.clone()), check_trace=False, strict=False)
+    mask[1, :5] = 0
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(traced(ids, mask)["logits"][mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lsgpt import LSGPTForCausalLM
+from lsgpt.modeling_lsgpt import loss_lsgpt
 from lsgpt.modeling_lsgpt.loss_lsgpt import CHUNK_LENGTH, LinearCrossEntropy, _is_plain_matrix, causal_lm_loss
 
 
@@ -211,6 +212,18 @@ def test_loss_of_a_model_in_half_precision(tiny_model, dtype):
         assert gradients[name].dtype == dtype
         difference = (gradients[name] - usual_gradient).float().norm()
         assert difference <= 4 * torch.finfo(dtype).eps * usual_gradient.float().norm(), name
+
+
+def test_the_gradient_of_many_tokens_is_summed_in_float32(monkeypatch):
+    """In half precision, a large sum would lose what chunks add to it."""
+    monkeypatch.setattr(loss_lsgpt, "CHUNK_LENGTH", 8)
+    states, weight = (torch.randn(8000, 19) + 1).bfloat16(), torch.randn(37, 19).bfloat16().requires_grad_()
+    targets = torch.zeros(8000).long()
+    LinearCrossEntropy.apply(states, weight, targets, -100, None, 0.0, 0.0).backward()
+    exact = weight.detach().double().requires_grad_()
+    F.cross_entropy(states.double() @ exact.T, targets, reduction="sum").backward()
+    error = (weight.grad - exact.grad).norm()
+    assert error <= 2 * torch.finfo(torch.bfloat16).eps * exact.grad.norm()
 
 
 def test_loss_of_a_called_head_in_half_precision_is_computed_in_float32():

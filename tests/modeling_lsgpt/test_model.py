@@ -213,6 +213,10 @@ def test_positions_that_go_on_from_a_cache_are_one_document():
     for positions in ([[4, 5], [2, 3]], [[4, 5], [4, 5]]):
         assert find_documents(torch.tensor(positions), padding, past_length=4) is None
     assert find_documents(torch.tensor([[4], [9]]), None, past_length=4) is None
+    # A turn of a chat that is padded on the left, where Transformers gives position 0.
+    padding = torch.tensor([[1] * 6 + [0, 0, 1, 1]]).bool()
+    assert find_documents(torch.tensor([[0, 0, 6, 7]]), padding, past_length=6) is None
+    padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
     earlier = find_documents(torch.tensor([[4, 0], [1, 2]]), padding, past_length=4)
     assert earlier.tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, -1, 0, 0, 0]]
 
@@ -286,8 +290,9 @@ def test_dropout_of_embeddings_and_branches(tiny_model, field):
 @pytest.mark.parametrize("skip_logits", [False, True])
 def test_labels_may_be_int32(tiny_model, skip_logits):
     model, ids = tiny_model(), torch.randint(97, (2, 20))
-    losses = [model(ids, labels=ids.to(dtype), skip_logits=skip_logits).loss for dtype in (torch.int32, torch.int64)]
-    assert torch.equal(*losses)
+    for name in ("labels", "shift_labels"):
+        labels = ({"labels": ids, name: ids.to(dtype)} for dtype in (torch.int32, torch.int64))
+        assert torch.equal(*(model(ids, **each, skip_logits=skip_logits).loss for each in labels))
 
 
 def test_logits_to_keep(tiny_model):

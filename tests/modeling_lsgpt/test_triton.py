@@ -100,6 +100,17 @@ def test_generates_the_same_text(models, options):
     assert torch.equal(*texts)
 
 
+@torch.no_grad()
+def test_single_tokens_see_the_sinks(tiny_model):
+    ids, logits = torch.randint(97, (1, 41), device=DEVICE), []
+    for engine in ("sdpa", "triton"):
+        model = tiny_model(engine=engine, attention_sinks=True, **SHAPE).to(DEVICE)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :40], past_key_values=cache)
+        logits.append(model(ids[:, 40:], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
 def test_attention_in_float32_of_a_half_precision_model(tiny_model):
     """As `fp32-attention` of `lsgpt.training` switches it on."""
     model = tiny_model(torch.float16, "triton", **SHAPE).to(DEVICE)

@@ -180,8 +180,11 @@ def test_loss_of_the_model(tiny_model, is_plain, num_items_in_batch):
     torch.testing.assert_close(loss, expected)
     gradients, expected_gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     torch.testing.assert_close(gradients, expected_gradients)
+    inputs |= {"skip_logits": True, "teacher_logits": teacher}
     with torch.no_grad():
-        torch.testing.assert_close(model(**inputs, skip_logits=True, teacher_logits=teacher).loss, expected)
+        torch.testing.assert_close(model(**inputs).loss, expected)
+    z_loss = 0.1 * logits.logsumexp(-1).square().sum() / (num_items_in_batch or counted.sum())
+    torch.testing.assert_close(model(**inputs, z_loss=0.1).loss, expected + z_loss)
 
 
 def test_a_step_is_that_of_the_plain_divergence(tmp_path):
