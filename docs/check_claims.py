@@ -287,7 +287,7 @@ def checks_of_rotary_positions() -> list[Check]:
         loss_row("Loss, `ls-rope` - `mhsa-rope` (paper)", difference(study, ls, mhsa)),
         loss_row("Loss, QK-norm", difference(study, *reversed(norm))),
         closing_row("Their gap closes likewise", study, mhsa, ls),
-        prose(CLAIMS, "tokens gives `mhsa-rope` {} ({} to {}), so three claims", *effect(gain)),
+        prose(CLAIMS, "tokens gives `mhsa-rope` {} ({} to {}).", *effect(gain)),
         prose(
             CLAIMS, "beyond 64 tokens gains {} to {} nats", decimal(min(every_gain), 2), decimal(max(every_gain), 2)
         ),

@@ -38,7 +38,7 @@ SPEED = {
 NAMES = {
     "lsgpt": "LSGPT",
     "lsgpt-no-logits": "LSGPT without logits",
-    "mhsa": "MHSA",
+    "mhsa": "`mhsa`",
     "gpt2": "GPT-2",
     "llama": "Llama",
 }
@@ -108,7 +108,10 @@ def targets() -> str:
         for length, target in (lengths.items() if device == "cpu" else ())
         if (x := read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, *pair, length)))
     ]
-    return f"Of the project's own targets, {len(verdicts)} have been measured, and {sum(verdicts)} of these are met."
+    return (
+        f"Of the project's [own targets](../benchmarks/targets.py), {len(verdicts)} have been measured, and "
+        f"{sum(verdicts)} of these are met."
+    )
 
 
 def smollm2() -> str:

@@ -94,7 +94,7 @@ class RecipeArms(TrainingStudy):
     question = ""
     protocol = (
         "Each arm replaces fields of the recipe. Perplexity and bits per byte are means over the runs that finished; "
-        "the others, which diverged or were stopped, are lost. The largest logit is that of all measured steps of a "
+        "the others, which diverged or were stopped, are lost. The largest logit is that of all logged steps of a "
         "run, and the speed the median over its steps, without waiting for data."
     )
     comparisons = {}

@@ -482,13 +482,14 @@ def test_compiled_decoding_passes_the_gate(shape, monkeypatch):
     benchmark = decode.prepare(shape, compiled=True)
     assert {"lsgpt compiled", "mhsa compiled"} < benchmark.peers.keys()
     check(benchmark)
-    lengths = []
+    calls = []
     monkeypatch.setattr(
-        decode, "decode", lambda peer, cache, shape, count: lengths.append(int(cache.get_seq_length()))
+        decode, "decode", lambda peer, cache, shape, count: calls.append((int(cache.get_seq_length()), count))
     )
     for prepare in benchmark.peers.values():
         prepare()()
-    assert set(lengths) == {75}  # every round starts from the prompt, though static caches have grown in the gates
+    assert calls == [(75, 1), (75, benchmark.repeats)] * len(benchmark.peers) and benchmark.repeats == decode.TOKENS
+    # Every round starts from the prompt, though static caches have grown in the gates
 
 
 def test_logits_are_on_both_sides(shape, monkeypatch):

@@ -137,6 +137,21 @@ def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
     assert "`--text` must have at least 106496 tokens" in capsys.readouterr().err
 
 
+def test_measurements_of_another_text_are_not_continued(folder, tmp_path, monkeypatch, capsys):
+    """Nor those of other blocks of the same text."""
+    monkeypatch.chdir(tmp_path)
+    text = (folder / "text.txt").read_text(encoding="utf-8")
+    Path("text.txt").write_text(text, encoding="utf-8")
+    command = ["bench", "quality", str(folder / "source"), *SMALL.split(), "--minutes", "0.0001"]
+    assert lsgpt_cli.main(command) == 0
+    message = "`--output` must be new for another text, `--tokens` or `--distance`"
+    assert lsgpt_cli.main([*command, "--tokens", "9300"]) == 2
+    assert message in capsys.readouterr().err
+    Path("text.txt").write_text(text.replace("line 1 ", "line 2 "), encoding="utf-8")
+    assert lsgpt_cli.main(command) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_every_block_is_whole(folder, tmp_path):
     """Documents are read until there are enough tokens for blocks of any size."""
     (tmp_path / "text").mkdir()
@@ -288,6 +303,26 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     assert [row["method"] for row in again] == ["source", "LSGPT ls"]
     for row in again:
         assert {**rows[row["method"]], "prefill_ratio": None} == {**row, "prefill_ratio": None}
+
+
+def test_kvpress_keeps_the_same_share(monkeypatch):
+    """With stand-ins for its methods: real ones need an environment of their own."""
+
+    class Press:
+        def __init__(self, *args, **options):
+            self.args = args
+
+    names = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV", "KeyDiff", "TOVA", "DuoAttention")
+    monkeypatch.setitem(
+        sys.modules, "kvpress", SimpleNamespace(**{f"{name}Press": type(name, (Press,), {}) for name in names})
+    )
+    presses = cache_methods.make_presses(0.2, [[1], []], 7)
+    assert list(presses) == list(names)
+    presses["AdaKV"] = presses["AdaKV"].args[0]
+    duo = presses.pop("DuoAttention")
+    assert [press.args for press in presses.values()] == [(pytest.approx(0.8),)] * 6
+    duo.post_init_from_model(SimpleNamespace(config=SimpleNamespace(num_key_value_heads=2), device="cpu"))
+    assert duo.streaming_mask.tolist() == [[True, False], [True, True]] and (duo.sink_size, duo.recent_size) == (4, 7)
 
 
 @pytest.mark.parametrize("others", [[], ["--checkpoints", "ls", "--save-whole", "whole"]])

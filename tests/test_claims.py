@@ -4,6 +4,7 @@ import importlib
 import math
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,8 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("docs/claims.md", "(-0.035 to 0.026)|3|equal within 0.05", "(-0.035 to 0.026)|3|inconclusive"),
         ("docs/claims.md", "0.026 (-0.003 to 0.055)", "0.026 (0.003 to 0.055)"),
         ("docs/claims.md", "to a tenth of a nat.", "to a tenth of a nat, so 0.713 more."),
+        ("docs/claims.md", "to the last (paper)", "to the last 500 steps (paper)"),
+        ("README.md", "tasks, more.", "tasks, 0.713 more."),
         ("docs/claims.md", "0.14 to 0.18 nats, outside", "0.54 to 0.88 nats, outside"),
         ("docs/claims.md", "0.18 nats, outside", "0.18 nats, inside"),
         ("docs/claims.md", "`ls` below 50 (paper)|301", "`ls` below 20 (paper)|301"),
@@ -175,6 +178,15 @@ def test_runs_that_diverged_have_an_infinite_loss(raw_results, monkeypatch):
     monkeypatch.setattr(raw_results, "results", lambda study: {"ls": runs})
     assert raw_results.column("a study", "ls") == {1: 2.0, 2: math.inf, 3: math.inf}
     assert raw_results.column("a study", "ls", "max_logit") == dict.fromkeys(losses, 9.0)
+
+
+def test_a_run_that_diverged_changes_the_verdict(check_claims, monkeypatch):
+    """The page says that no run at the paper's size did."""
+    runs = deepcopy(check_claims.results("paper-size"))
+    runs["ls"][min(runs["ls"])]["diverged"] = True
+    monkeypatch.setattr(check_claims, "results", lambda study: runs)
+    with pytest.raises(AssertionError):
+        check_claims.checks_of_the_papers_size()
 
 
 def test_what_is_learned_sooner(check_claims, raw_results, monkeypatch):

@@ -35,7 +35,7 @@ class RunResult:
     perplexity_before_training: float | None = None
     teacher_perplexity: float | None = None
     max_logit: float | None = None
-    """The largest attention logit of all measured steps."""
+    """The largest attention logit of all logged steps: with `on_explosion: clip`, not of every step."""
     parameters: int = 0
     peak_memory_bytes: int = 0
     train_seconds: float = math.nan

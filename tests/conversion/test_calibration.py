@@ -516,11 +516,12 @@ def test_command(gpt2, tmp_path, capsys):
 
 def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     """Of both models, for every kind of question, about other numbers, in other text, than those that chose."""
-    made, texts = [], []
+    made, texts, distances = [], [], []
 
-    def make(tokenizer, text, *others, **options):
+    def make(tokenizer, text, length, count, distance, seed=0):
         texts.append(text)
-        made.append(make_passages(tokenizer, text, *others, **options))
+        distances.append(distance)
+        made.append(make_passages(tokenizer, text, length, count, distance, seed))
         return made[-1]
 
     monkeypatch.setattr("lsgpt.conversion.calibration.make_passages", make)
@@ -534,6 +535,7 @@ def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     assert calibration.changes.retrieval is not None
     answers = [{tuple(q.ids.tolist()) for passage in passages for q in passage.questions} for passages in made[-2:]]
     assert answers[0].isdisjoint(answers[1])
+    assert distances[-2:] == [8, 8]  # outside the window
     parts = read_blocks(str(text), tokenizer, 1024, 1)
     assert all(torch.equal(ids, torch.cat(part)) for ids, part in zip(texts[-2:], parts))
     assert len(asked) == 2 and all(passages is made[-1] for passages in asked)

@@ -121,6 +121,34 @@ def test_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
         compare("tiny.yaml", ["ls"])
 
 
+def test_curves_of_long_runs(tmp_path):
+    """Each point has the mean loss and the largest logit of its part."""
+    RunResult(loss_by_position=[1.0]).write(tmp_path)
+    logs = [{"step": step, "loss": step, "max_logit": 9.0 if step % 2 else 1.0} for step in range(1, 121)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(log)}\n" for log in logs))
+    curves = collect(tmp_path)["curves"]
+    assert curves["loss"][0] == (2, 1.5) and {value for _, value in curves["max_logit"]} == {9.0}
+
+
+def test_an_arm_with_another_vocabulary_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    recipe = parse_arguments("tiny.yaml").recipe
+    arms = {"a": {}, "b": {"config_overrides": {"vocab_size": 280}}, "c": {"tokenizer": "bpe"}}
+    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump({"recipe": recipe, "arms": arms}))
+    study, used = RecipeArms(tmp_path), []
+    study.prepare(tmp_path, list(arms), ())
+
+    def build(arguments):
+        used.append(arguments.data.tokenizer)
+        raise NotImplementedError
+
+    monkeypatch.setattr("lsgpt.studies.study.build_trainer", build)
+    for arm in arms:
+        with pytest.raises(NotImplementedError):
+            study.run(arm, 42, tmp_path, ())
+    assert used == [str(tmp_path / "tokenizer"), "unigram", "bpe"]
+
+
 def test_a_run_starts_anew_where_nobody_can_go_on(tmp_path):
     useless = tmp_path / "seed-43" / "checkpoint-9"
     useless.mkdir(parents=True)

@@ -427,7 +427,9 @@ def test_summaries():
     assert max(value for _, value in thin(curve, max)) == 6.0
     noise = [math.sin(i) for i in range(400)]
     assert spike_score(noise) == 0
-    assert spike_score([*noise[:200], 50.0, *noise[201:]]) == pytest.approx(1 / 272)
+    # Their standard deviation is 0.707.
+    assert spike_score([*noise[:200], 4.1, *noise[201:]]) == 0
+    assert spike_score([*noise[:200], 4.4, *noise[201:]]) == pytest.approx(1 / 272)
     assert spike_score([*noise[:200], math.nan, *noise[201:]]) == pytest.approx(1 / 272)
     assert spike_score(noise[:128]) == spike_score([math.nan] * 128 + [9.0]) == 0  # nothing to compare with
 

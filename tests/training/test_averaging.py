@@ -52,10 +52,15 @@ def test_the_documented_defaults_are_those_of_the_code():
         assert set(rows[kind].strip().split(", ")) == expected
 
 
-def test_the_best_average_is_that_of_the_best_checkpoint(tmp_path):
+@pytest.mark.parametrize("loads_best", [True, False])
+def test_the_saved_average_belongs_to_the_model_at_the_end(tmp_path, loads_best):
     """The lowest loss is not that of the last checkpoint."""
     callback = AveragedWeightsCallback("ema", decay=0.5)
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_averaged_loss", "greater_is_better": False}
+    best = {
+        "load_best_model_at_end": loads_best,
+        "metric_for_best_model": "eval_averaged_loss",
+        "greater_is_better": False,
+    }
     steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     trainer = trainer_of(gpt2(), tmp_path, learning_rate=1e-2, eval_dataset=random_rows()[:8], **best, **steps)
     callback.attach(trainer)
@@ -63,7 +68,7 @@ def test_the_best_average_is_that_of_the_best_checkpoint(tmp_path):
     logs = {log["step"]: log["eval_averaged_loss"] for log in trainer.state.log_history if "eval_loss" in log}
     number = min(logs, key=logs.__getitem__)
     assert number < 6 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{number}")
-    averages = load_file(tmp_path / f"checkpoint-{number}" / "averaged.safetensors")
+    averages = load_file(tmp_path / f"checkpoint-{number if loads_best else 6}" / "averaged.safetensors")
     saved = load_file(tmp_path / "averaged" / "model.safetensors")
     assert saved and all(torch.equal(saved[name], averages[f"average.{name}"]) for name in saved)
 
