@@ -24,6 +24,7 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
+from .context_parallel import processes_per_row
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
 
@@ -366,6 +367,22 @@ def check_arguments(arguments: Arguments):
         )
     if data.streaming and args.max_steps == -1:
         raise ValueError("`max_steps` must be set with `streaming`: a stream has no length")
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if data.streaming and getattr(args, name) == "epoch":
+            raise ValueError(f"`{name}` must be steps or no with `streaming`: a stream has no epochs; got epoch")
+    if args.include_num_input_tokens_seen != "no" and processes_per_row(args) > 1:
+        raise ValueError(
+            "`include_num_input_tokens_seen` must be false with `cp_size`, because processes that share a sequence "
+            "would count it several times; leave it out: tokens are counted anyway"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"each process must have one GPU; this one sees {args.n_gpu}, and `Trainer` would ignore `bf16` and "
+            "`torch_compile`. Start one process for each of them, with `accelerate launch --multi_gpu -m lsgpt_cli "
+            "train ...`, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    if run.averaging is not None and args.optim.startswith("schedule_free"):
+        raise ValueError(f"`averaging` must be unset with `optim: {args.optim.value}`, which averages by itself")
     positions = arguments.build_config().max_position_embeddings
     if not 2 <= data.block_size <= positions:
         raise ValueError(

@@ -60,7 +60,44 @@ def read_metrics(path: str | Path) -> list[dict]:
     return [log for log in logs if isinstance(log, dict)]
 
 
-class SaveOnSignalCallback(TrainerCallback):
+class StoppingCallback(TrainerCallback):
+    """
+    A callback that can end the training with a checkpoint of the last step, and with nothing else: `Trainer` itself
+    would also do what is due at the end of an epoch, let an evaluation decide with `save_strategy: best`, and keep
+    only the best checkpoint with `save_total_limit: 1`.
+    """
+
+    def __init__(self):
+        self.is_stopping = False
+        """Whether this callback has ended the training."""
+        self._cleanup = ExitStack()
+
+    def stop(self, args, control):
+        """Ends the training after the checkpoint is saved."""
+        self.is_stopping = True
+        if args.save_total_limit == 1:
+            self._cleanup.callback(setattr, args, "save_total_limit", 1)
+            args.save_total_limit = 2  # the best one and this one
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.is_stopping = False
+        self._cleanup.close()  # after a training that an exception ended
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.is_stopping:
+            self.stop(args, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.is_stopping:
+            control.should_save = control.should_evaluate = False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._cleanup.close()
+
+
+class SaveOnSignalCallback(StoppingCallback):
     """
     On SIGTERM, a cluster's notice that the job will end, finishes the step, saves a checkpoint and ends the training.
 
@@ -69,29 +106,29 @@ class SaveOnSignalCallback(TrainerCallback):
     """
 
     def __init__(self):
-        self.was_signalled = False
-        """Whether a signal ended the training."""
+        super().__init__()
         self._is_pending = False
-        self._cleanup = ExitStack()
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal ended the training."""
+        return self.is_stopping
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.was_signalled = self._is_pending = False
-        self._cleanup.close()  # after a training that an exception ended
+        super().on_train_begin(args, state, control)
+        self._is_pending = False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SIGTERM will not save a checkpoint: Python handles signals in the main thread only")
             return
         previous = signal.signal(signal.SIGTERM, self._remember) or signal.SIG_DFL
         self._cleanup.callback(signal.signal, signal.SIGTERM, previous)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._cleanup.close()
-
     def on_step_end(self, args, state, control, **kwargs):
-        (self.was_signalled,) = any_process([self._is_pending], args.device)
-        if self.was_signalled:
+        (is_signalled,) = any_process([self._is_pending], args.device)
+        if is_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
-            # Log as well, because a checkpoint does not contain the losses since the last log.
-            control.should_log = control.should_save = control.should_training_stop = True
+            self.stop(args, control)
+            control.should_log = True  # because a checkpoint does not contain the losses since the last log
 
     def _remember(self, signal_number, frame):
         while frame is not None and frame.f_code is not Trainer.train.__code__:
@@ -170,7 +207,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class StopOnBadLossCallback(TrainerCallback):
+class StopOnBadLossCallback(StoppingCallback):
     """
     Ends the training when a loss or a gradient is NaN or infinite, before the optimizer takes the step.
 
@@ -182,20 +219,20 @@ class StopOnBadLossCallback(TrainerCallback):
     """
 
     def __init__(self):
+        super().__init__()
         self.bad_step: int | None = None
         """The step that was not taken because of a bad loss or gradient, if any."""
         self._batches: list[tuple[dict, torch.Tensor]] = []
-        self._cleanup = ExitStack()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        super().on_train_begin(args, state, control)
         self.bad_step = None
-        self._cleanup.close()  # after a training that an exception ended
         self._cleanup.enter_context(model.register_forward_hook(self._remember, with_kwargs=True))
         self._cleanup.callback(setattr, args, "logging_nan_inf_filter", args.logging_nan_inf_filter)
         args.logging_nan_inf_filter = False
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._cleanup.close()
+        super().on_train_end(args, state, control)
         self._batches.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -211,7 +248,7 @@ class StopOnBadLossCallback(TrainerCallback):
         state.prevented_step = self.bad_step
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
-        control.should_save = control.should_training_stop = True
+        self.stop(args, control)
         logger.error(
             f"{self._blame(model) if is_loss else f'a gradient of step {self.bad_step} is not finite'}; saving the "
             f"weights of step {state.global_step} and ending the training"

@@ -255,7 +255,7 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
         tokenizer = utilities.load_tokenizer(name)
     except ValueError as error:
         raise ValueError(f"`tokenizer`: {error}{suggest(name, ALGORITHMS) or f'; it {choices}'}") from error
-    if len(tokenizer) > vocab_size:
+    if not utilities.fits_vocabulary(tokenizer, vocab_size):
         raise ValueError(
             f"`vocab_size` must be at least the {len(tokenizer)} tokens of the tokenizer {name!r}; got {vocab_size}"
         )

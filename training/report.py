@@ -29,7 +29,7 @@ def write_report(
     a text that it generated.
     """
     folder = Path(folder)
-    plots = _draw(folder, config, results, log_history, max_logits)
+    plots = _draw(folder, config, results, log_history, max_logits, bool(recipe.get("teacher")))
     fence = "````"
     report = f"""# {recipe["run_name"]}: training report
 
@@ -89,9 +89,10 @@ def _before_and_after(recipe: dict, results: RunResult) -> str:
     return section
 
 
-def _draw(folder, config, results, log_history, max_logits) -> str:
+def _draw(folder, config, results, log_history, max_logits, has_teacher) -> str:
     """Draws the plots for which there is data, and returns the Markdown that shows them."""
     step, losses_label = "optimizer step", "cross-entropy (nats per token)"
+    training = "training (divergence from the teacher)" if has_teacher else "training"
     lines = []
 
     def curves(file, title, keys, ylabel, **options):
@@ -100,15 +101,16 @@ def _draw(folder, config, results, log_history, max_logits) -> str:
             lines.append(f"![{title}]({file})\n")
 
     averaged = "evaluation, averaged weights"
-    losses = {"loss": "training", "eval_loss": "evaluation (held-out text)", "eval_averaged_loss": averaged}
-    curves("loss.png", "Training and evaluation loss", losses, losses_label)
+    losses = {"loss": training, "eval_loss": "evaluation (held-out text)", "eval_averaged_loss": averaged}
+    label = "loss (nats per token)" if has_teacher else losses_label
+    curves("loss.png", "Training and evaluation loss", losses, label)
     perplexity = {"eval_perplexity": "evaluation (held-out text)", "eval_averaged_perplexity": averaged}
     curves("perplexity.png", "Evaluation perplexity", perplexity, "perplexity per token", log_y=True)
     kinds = {"max_logit_global": "global heads", "max_logit_local": "local heads"}
     curves("max_logits.png", "Largest attention logits", kinds, "largest |logit|", log_y=True, threshold=THRESHOLD)
     plot_max_logits(max_logits, folder / "max_logits_by_head.png", config)
     lines.append("![Largest attention logit of each head of the trained model](max_logits_by_head.png)\n")
-    lines.append("Curves and table show the largest logits over whole batches, at every measured step. The heat map")
+    lines.append("Curves and table show the largest logits over whole batches, at every logged step. The heat map")
     lines.append("shows those of the trained model in one block of held-out text, which are usually smaller.\n")
     by_position = {"evaluation (held-out text)": [average_in_bins(results.loss_by_position)]}
     plot_curves(folder / "loss_by_position.png", by_position, CONTEXT_LABEL, losses_label, log_x=True)

@@ -5,11 +5,12 @@ import math
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from transformers import TrainerCallback
 from transformers.utils import logging
 
 from lsgpt.modeling_lsgpt import attention_layers, is_lsgpt
 from lsgpt.telemetry import MaxLogits
+
+from .callbacks import StoppingCallback
 
 
 logger = logging.get_logger(__name__)
@@ -19,7 +20,7 @@ THRESHOLD = 100.0
 """A larger `|logit|` counts as an explosion: the threshold of QK-clip (arXiv:2507.20534)."""
 
 
-class LogitTelemetryCallback(TrainerCallback):
+class LogitTelemetryCallback(StoppingCallback):
     """
     Logs the largest attention logits of a step's batch every few optimizer steps, and reacts when they explode. It
     supports every decoder that `measure_max_logits` supports, and measures in the same way, over all micro-batches and
@@ -60,6 +61,7 @@ class LogitTelemetryCallback(TrainerCallback):
         _check_threshold(threshold)
         if on_explosion not in ("warn", "stop", "clip"):
             raise ValueError(f"`on_explosion` must be one of warn, stop, clip; got {on_explosion!r}")
+        super().__init__()
         self.every_n_steps, self.log_every_n_steps = every_n_steps, log_every_n_steps
         self.threshold, self.on_explosion = threshold, on_explosion
         self.stop_step: int | None = None
@@ -78,6 +80,12 @@ class LogitTelemetryCallback(TrainerCallback):
                 "`callbacks` must contain at most one LogitTelemetryCallback; got two. To measure often but log "
                 "rarely, set `log_every_n_steps`"
             )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"the logits cannot be measured in one process with {args.n_gpu} GPUs, because nn.DataParallel runs "
+                "copies of the model; use one process per GPU"
+            )
+        super().on_train_begin(args, state, control)
         state.has_logit_telemetry = True
         self.stop_step = None
         self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
@@ -108,7 +116,7 @@ class LogitTelemetryCallback(TrainerCallback):
                 self._warn(maxima, layer_numbers, figures, state)
             if self.on_explosion == "stop":
                 self.stop_step = state.global_step
-                control.should_save = control.should_training_stop = True
+                self.stop(args, control)
             elif self.on_explosion == "clip":
                 qk_clip(model, maxima, self.threshold)
 
@@ -131,6 +139,7 @@ class LogitTelemetryCallback(TrainerCallback):
             )
 
     def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control)
         self._max_logits.stop()
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):

@@ -315,12 +315,16 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
 
 
 class _WriteRecipeCallback(TrainerCallback):
-    """Writes the recipe of a run that resumes once its checkpoint has been loaded, so that a mistake leaves it."""
+    """
+    Applies the recipe of a run that resumes to what the checkpoint has brought with it, and writes it only then, so
+    that a mistake leaves that of before.
+    """
 
     def __init__(self, arguments: Arguments):
         self.arguments = arguments
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # or those of the checkpoint would count, not those of the recipe
         if state.is_world_process_zero:
             _write_recipe(Path(args.output_dir), self.arguments)
 

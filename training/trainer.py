@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,9 @@ class LSGPTTrainer(Trainer):
         """As in `Trainer`, but a stream is one endless series of full batches, see `Passes`."""
         stream = self.train_dataset
         if not isinstance(stream, IterableDataset | torch.utils.data.IterableDataset):
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+            loader.worker_init_fn = partial(_ignore_sigterm, loader.worker_init_fn)
+            return loader
         args = self.args
         collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
         options = {
@@ -109,6 +113,7 @@ class LSGPTTrainer(Trainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
+            "worker_init_fn": partial(_ignore_sigterm, None),
         }
         # Each pass draws a seed for its workers. From the generator of the training, it would change the dropout, and
         # differently so in a run that resumes.
@@ -229,6 +234,16 @@ class LSGPTTrainer(Trainer):
         card.data.base_model = given.get("finetuned_from") or card.data.base_model
         card.data.datasets = datasets or card.data.datasets
         card.save(Path(self.args.output_dir) / "README.md")
+
+
+def _ignore_sigterm(start_worker: Callable | None, worker_id: int):
+    """
+    Starts a data-loader worker that SIGTERM does not end. A cluster sends it to all processes of a job, and without
+    its workers, the main process could not finish the step. Workers end when the main process does.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if start_worker is not None:
+        start_worker(worker_id)
 
 
 def _unchanged(rows: Any) -> Any:

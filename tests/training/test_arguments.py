@@ -69,6 +69,18 @@ def test_numbers_without_a_point_are_numbers(tmp_path):
     assert load_arms(arms)["fast"] == {"lr_scheduler_kwargs": {"min_lr": 1e-5}}
 
 
+def test_one_process_with_several_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"each process must have one GPU; this one sees 2.* CUDA_VISIBLE_DEVICES=0"):
+        parse_arguments("demo")
+
+
+def test_tokens_of_shared_sequences_are_not_counted_by_the_trainer(monkeypatch):
+    monkeypatch.setattr("lsgpt.training.arguments.processes_per_row", lambda args: 2)
+    with pytest.raises(ValueError, match="`include_num_input_tokens_seen` must be false with `cp_size`"):
+        parse_arguments("demo", ["--include_num_input_tokens_seen", "true"])
+
+
 def test_no_is_a_strategy(tmp_path):
     """YAML 1.1 takes it for false."""
     names = ("eval_strategy", "logging_strategy", "save_strategy")
@@ -110,6 +122,12 @@ def test_config_overrides_change_the_model(tmp_path):
         ("config_overrides: {hiden_size: 3}", [], "no field 'hiden_size'; did you mean 'hidden_size'"),
         ("config_overrides: hidden_size=3", [], "`config_overrides` must be a mapping"),
         ("streaming: true\nmax_steps: -1", [], "`max_steps` must be set with `streaming`"),
+        (
+            "streaming: true\nmax_steps: 9\nsave_strategy: epoch",
+            [],
+            "`save_strategy` must be steps or no with `streaming`",
+        ),
+        ("averaging: ema\noptim: schedule_free_adamw", [], "`averaging` must be unset with `optim: schedule_free_ada"),
         ("max_eval_blocks: 0", [], "`max_eval_blocks` must be at least 1 and finite; got 0"),
         ("max_logit_every_n_steps: -1", [], "`max_logit_every_n_steps` must be at least 0 and finite; got -1"),
         ("learning_rate: -1", [], "`learning_rate` must be at least 0 and finite; got -1.0"),

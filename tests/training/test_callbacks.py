@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trainers import random_rows, trainer_of
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import (
+    LogitTelemetryCallback,
     LSGPTTrainer,
     MetricsFileCallback,
     SaveOnSignalCallback,
@@ -126,6 +128,50 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tiny_model, tmp_path)
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
     assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [3]  # the losses of all three steps
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "eval_loss"}
+
+
+@pytest.mark.parametrize("cause", ["signal", "explosion", "loss"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, ([3], [])),
+        ({**EVERY_STEP, "save_strategy": "best", "greater_is_better": True}, ([1, 3], [1, 2])),
+        (
+            {**EVERY_STEP, "save_strategy": "steps", "greater_is_better": True, "save_total_limit": 1},
+            ([1, 2, 3], [1, 2]),
+        ),
+    ],
+    ids=["epoch", "best", "limit"],
+)
+def test_a_stop_saves_the_last_step_once(tiny_model, tmp_path, monkeypatch, cause, options, expected):
+    """The first checkpoint is the best one: losses fall, and the greatest counts as the best."""
+    saved, evaluated, save, evaluate = [], [], Trainer._save_checkpoint, Trainer.evaluate
+    monkeypatch.setattr(
+        Trainer, "_save_checkpoint", lambda self, *x: saved.append(self.state.global_step) or save(self, *x)
+    )
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self, *x, **y: evaluated.append(self.state.global_step) or evaluate(self, *x, **y)
+    )
+
+    class Cause(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2 and cause == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif state.global_step == 2 and cause == "loss":
+                model.lm_head.weight.data.fill_(math.nan)
+
+    callbacks = {"signal": SaveOnSignalCallback(), "loss": StopOnBadLossCallback()}
+    callbacks["explosion"] = LogitTelemetryCallback(3, threshold=1e-9, on_explosion="stop")
+    options = {**options, "learning_rate": 1e-2, "eval_dataset": random_rows()[:8]}
+    trainer = trainer_of(tiny_model().train(), tmp_path, callbacks[cause], Cause(), **options)
+    trainer.train()
+    assert (saved, evaluated) == expected
+    kept = {file.parent.name for file in tmp_path.glob("checkpoint-*/optimizer.pt")}
+    assert kept == {f"checkpoint-{step}" for step in expected[0] if step != 2}
+    assert trainer.args.save_total_limit == options.get("save_total_limit")
 
 
 def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path, caplog, monkeypatch):

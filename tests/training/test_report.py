@@ -77,6 +77,19 @@ def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):
     assert "The heat map\nshows those of the trained model in one block" in report
 
 
+@pytest.mark.parametrize("teacher", [None, "runs/source"])
+def test_with_a_teacher_the_training_loss_is_called_a_divergence(tiny_config, tmp_path, monkeypatch, teacher):
+    drawn = {}
+    monkeypatch.setattr("lsgpt.training.report.plot_curves", lambda file, *args, **_: drawn.update({file.name: args}))
+    history = [{"step": 10, "loss": 3.0}, {"step": 20, "eval_loss": 2.0}]
+    recipe = {"run_name": "mine", "teacher": teacher}
+    write_report(tmp_path, recipe, tiny_config(), RESULT, history, torch.ones(2, 6), "a sample")
+    lines, _, label = drawn["loss.png"]
+    names = ["training (divergence from the teacher)" if teacher else "training", "evaluation (held-out text)"]
+    assert list(lines) == names
+    assert label == ("loss (nats per token)" if teacher else "cross-entropy (nats per token)")
+
+
 def test_results_are_json_and_come_back_whatever_the_numbers(tmp_path):
     changed = {"outcome": "stopped", "stopped_by": "on_explosion", "eval_loss": math.inf, "max_logit": math.nan}
     result = replace(RESULT, **changed)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from reference import visible_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainers import trainer_of
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from lsgpt import measure_max_logits
@@ -180,6 +180,13 @@ def exploding(tiny_model, **values):
     model = tiny_model(**values)
     model.model.layers[0].self_attn.q_proj.weight.data *= 30
     return model
+
+
+def test_one_process_with_several_gpus_is_refused(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    monkeypatch.setattr(Trainer, "_wrap_model", lambda self, model, *args, **kwargs: model)
+    with pytest.raises(ValueError, match=r"cannot be measured in one process with 2 GPUs.* use one process per GPU"):
+        train(tiny_model().train(), tmp_path, LogitTelemetryCallback())
 
 
 def test_stop_saves_and_ends(tiny_model, tmp_path):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import fresh
+import psutil
 import pytest
 import torch
 import yaml
@@ -325,10 +326,15 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
 
 
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
+    """SIGTERM goes to all processes of a job, those that load data included."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    program = start(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", stopped)
+    options = {"max_steps": 4000, "save_steps": 4000, "eval_strategy": "no", "dataloader_num_workers": 1}
+    program = start(recipe(**options), "--output_dir", stopped)
     program.wait_until((stopped / "metrics.jsonl").exists)
-    program.process.terminate()  # SIGTERM
+    workers = psutil.Process(program.process.pid).children(recursive=True)
+    assert workers
+    for process in (*workers, program.process):
+        process.terminate()  # SIGTERM
     assert program.wait() == 0, program.errors
     step = int(re.search(r"Saved step (\d+)\. Resume with: lsgpt train --resume_from_checkpoint", program.output)[1])
     assert 1 <= step < 4000
@@ -336,8 +342,11 @@ def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     assert not (stopped / "results.json").exists()
 
     more = ["--max_steps", step + 3, "--lr_scheduler_kwargs", '{"num_training_steps": 4000}']
-    train("--resume_from_checkpoint", stopped, *more)
-    train(recipe(max_steps=4000, save_steps=4000, eval_strategy="no"), "--output_dir", whole, *more)
+    more += ["--dataloader_num_workers", 0]
+    train("--resume_from_checkpoint", stopped, *more, "--save_steps", 2)
+    saved = {int(file.name.removeprefix("checkpoint-")) for file in stopped.glob("checkpoint-*")}
+    assert saved & {step + 1, step + 2}  # the one that is even
+    train(recipe(**options), "--output_dir", whole, *more)
     assert_equal_weights(stopped, whole)
 
 
@@ -469,6 +478,8 @@ def test_what_cannot_be_resumed_is_said(train, recipe, tmp_path):
         check_checkpoint(folder / "checkpoint-2")
     (folder / "checkpoint-2" / "optimizer_0").mkdir()  # FSDP's
     check_checkpoint(folder / "checkpoint-2")
+    (tmp_path / "latest").write_text("global_step2")  # DeepSpeed's, which finds the rest itself
+    check_checkpoint(tmp_path)
 
 
 def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
