@@ -1,5 +1,5 @@
 """
-Converts decoders with Llama's blocks: Llama, Mistral, Qwen2, Qwen3, OLMo-2, OLMo-3, Gemma 2, Gemma 3 and Phi-3.
+Converts decoders with Llama's blocks: Llama, Mistral, Ministral, Qwen2, Qwen3, OLMo-2, OLMo-3, Gemma 2 and 3, Phi-3.
 
 Their parameters have nearly the same names as LSGPT's. What LSGPT does not have, such as the scale of Gemma's token
 embeddings, becomes part of the weights. Each tensor is converted by itself, so a model need not fit into memory.
@@ -19,7 +19,7 @@ from .weights import model_from_weights, without_false_ties
 
 
 NORM_TYPES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), "rms_norm"),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3"), "rms_norm"),
     **dict.fromkeys(("olmo2", "olmo3"), "rms_norm_after"),
     **dict.fromkeys(("gemma2", "gemma3_text"), "rms_norm_around"),
 }
@@ -61,9 +61,16 @@ def convert_config(source: PreTrainedConfig, tensors: Collection[str] = ()) -> L
     require(activation in ACT2FN, "hidden_act", "an activation that Transformers knows", activation)
     bidirectional = getattr(source, "use_bidirectional_attention", None)
     require(not bidirectional, "use_bidirectional_attention", "unset: LSGPT is causal", bidirectional)
+    is_causal = getattr(source, "is_causal", True)
+    require(is_causal is not False, "is_causal", "unset: LSGPT is causal", is_causal)
 
-    layers, window = source.num_hidden_layers, getattr(source, "sliding_window", None)
-    layer_types = getattr(source, "layer_types", None) or [LOCAL if window else GLOBAL] * layers
+    # A file may have values of fields that the model does not know, and ignores.
+    layer_types, window = (
+        getattr(source, name, None) if hasattr(type(source), name) else None
+        for name in ("layer_types", "sliding_window")
+    )
+    layers = source.num_hidden_layers
+    layer_types = layer_types or [LOCAL if window else GLOBAL] * layers
     require(set(layer_types) <= {GLOBAL, LOCAL}, "layer_types", f"{GLOBAL} or {LOCAL} in each layer", layer_types)
     ropes = source.rope_parameters or {}
     if LOCAL in ropes and (len(set(layer_types)) == 1 or ropes[LOCAL] == ropes[GLOBAL]):

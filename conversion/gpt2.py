@@ -12,13 +12,12 @@ def check_gpt2(config: GPT2Config):
     reasons = {
         "scale_attn_weights": (True, "LSGPT divides the logits by the square root of `head_dim`"),
         "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers alike"),
+        "is_causal": (True, "LSGPT is causal"),
         "add_cross_attention": (False, "LSGPT is a decoder without an encoder"),
     }
     for field, (value, reason) in reasons.items():
-        if getattr(config, field) != value:
-            raise ValueError(
-                f"`{field}` of a GPT-2 to convert must be {value}: {reason}; got {getattr(config, field)}"
-            )
+        if (given := getattr(config, field, value)) != value:
+            raise ValueError(f"`{field}` of a GPT-2 to convert must be {value}: {reason}; got {given}")
 
 
 def convert_gpt2(model: GPT2LMHeadModel) -> LSGPTForCausalLM:

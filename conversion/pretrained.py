@@ -190,15 +190,19 @@ def read_origin(source: str | Path) -> dict:
 
 def write_origin(source: str | Path, folder: str | Path, origin: dict):
     """
-    Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE. What lies beside
-    a GGUF file need not belong to it, so that its LICENSE is copied only if the metadata names it.
+    Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE, or the file that
+    its metadata names. What lies beside a GGUF file need not belong to it, so that a LICENSE is copied only if named.
     """
     name = source if origin.get("base_model") == str(source) else Path(source).name
     text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the licence and origin from this file."
     ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
-    license = find_file(Path(source).parent if _is_gguf(source) else source, "LICENSE")
-    if license is not None and (not _is_gguf(source) or origin.get("license_link") == "LICENSE"):
-        shutil.copy(license, Path(folder) / "LICENSE")
+    link = origin.get("license_link")
+    for name in {link, None if _is_gguf(source) else "LICENSE"} - {None}:
+        copy = Path(folder) / name
+        if Path(name).name != name or copy.exists():  # an address, or a file of another kind
+            continue
+        if file := find_file(Path(source).parent if _is_gguf(source) else source, name):
+            shutil.copy(file, copy)
 
 
 def _is_gguf(source: str | Path) -> bool:

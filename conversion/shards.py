@@ -92,7 +92,9 @@ def _find_files(source: str | Path) -> list[Path]:
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
     with safe_open(path, framework="pt") as file:
-        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        # Without the frequencies in old files of Llama, which Transformers ignores, too.
+        names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
+        return {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
@@ -110,7 +112,8 @@ def _generation_config(source: str | Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:  # there is no such file: old checkpoints have such fields in their config.json
-        return GenerationConfig.from_pretrained(source, config_file_name=CONFIG_NAME)
+        # Marked as such, or it would take over all other fields, too.
+        return GenerationConfig.from_pretrained(source, config_file_name=CONFIG_NAME, _from_model_config=True)
 
 
 def _finish(

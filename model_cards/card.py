@@ -220,13 +220,27 @@ def _find_metadata(folder: str | Path) -> dict:
     Reads the metadata of a README.md in the folder. Missing fields are taken from the checkpoint that the run started
     from, and in turn from that before it; for the licence, the run's recipe comes first.
     """
-    file = Path(folder) / "recipe.yaml"
-    recipe = load_recipe(file) if file.is_file() else {}
-    start = recipe.get("model_name_or_path")
-    known = _find_metadata(start) if start else {}
-    if recipe.get("license"):
-        known["license"] = recipe["license"]
-    return known | _read_metadata(folder)
+    known = {}
+    for place in reversed(lineage(folder)):
+        if license := _read_recipe(place).get("license"):
+            known["license"] = license
+        known |= _read_metadata(place)
+    return known
+
+
+def lineage(folder: str | Path) -> list[Path]:
+    """Returns the folder of a checkpoint, of that which its run started from, and so on; each of them once."""
+    folders, place = {}, Path(folder)
+    while place.resolve() not in folders:
+        folders[place.resolve()] = place
+        if start := _read_recipe(place).get("model_name_or_path"):
+            place = Path(start)
+    return list(folders.values())
+
+
+def _read_recipe(folder: Path) -> dict:
+    file = folder / "recipe.yaml"
+    return load_recipe(file) if file.is_file() else {}
 
 
 def _read_metadata(folder: str | Path) -> dict:

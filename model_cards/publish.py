@@ -15,9 +15,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lsgpt.configuration import load_config
 from lsgpt.training.folders import free_folder
-from lsgpt.utilities import load_complete, load_tokenizer, refuse_not_finite
+from lsgpt.utilities import fits_vocabulary, load_complete, load_tokenizer, refuse_not_finite
 
-from .card import HEADS_PICTURE, PLOTS, draw_heads, make_card
+from .card import HEADS_PICTURE, PLOTS, draw_heads, lineage, make_card
 
 
 _OPTIONAL_FILES = ("generation_config.json", "recipe.yaml", "metrics.jsonl", "results.json", "LICENSE")
@@ -82,7 +82,7 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None) -> dict
         raise ValueError(f"{str(folder)!r} must be a checkpoint; it has no config.json")
     config = load_config(folder)
     tokenizer = load_tokenizer(folder, local_files_only=True)
-    if len(tokenizer) > config.vocab_size:
+    if not fits_vocabulary(tokenizer, config.vocab_size):
         raise ValueError(
             f"the tokenizer in {str(folder)!r} must be the model's: it has {len(tokenizer):,} tokens, and the model's "
             f"`vocab_size` is {config.vocab_size:,}"
@@ -101,6 +101,10 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None) -> dict
     draw_heads(config, picture)
     files = {name: folder / name for name in (*required, *optional) if (folder / name).is_file()}
     files |= {"README.md": card.encode(), HEADS_PICTURE: picture.getvalue()}
+    # A run's folder does not have the licence file of the checkpoint that it started from.
+    link = ModelCard(card).data.get("license_link")
+    if link and Path(link).name == link and link not in files:
+        files.update((link, place / link) for place in reversed(lineage(folder)) if (place / link).is_file())
     _check_card(card, files)
     return files
 

@@ -10,9 +10,14 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import read_gguf_metadata
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 UNREAD_GGUF_SETTINGS = {
+    "attention.causal": (None, True),
     "attention.scale": (None, 0.0),
     "attention.sliding_window": (None, 0),
     "expert_count": (None, 0),
@@ -75,7 +80,8 @@ def load_complete(name: str | Path, may_lack: Collection[str] = (), may_have_mor
         raise ValueError(f"the weights in {str(name)!r} cannot be read: {error}") from error
     refuse_tensors(
         sorted(key for key in found["missing_keys"] if not key.endswith(tuple(may_lack))),
-        [] if may_have_more else sorted(found["unexpected_keys"]),
+        # Old files of GPT-2 have a constant of its mask.
+        [] if may_have_more else sorted(x for x in found["unexpected_keys"] if not x.endswith(".attn.masked_bias")),
         sorted(f"{key} {tuple(there)} instead of {tuple(here)}" for key, there, here in found["mismatched_keys"]),
         f"the weights in {str(name)!r}",
     )
@@ -114,6 +120,21 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
+
+
+def fits_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
+    """
+    Returns whether a model with `vocab_size` embeddings can read what a tokenizer makes of text. Special tokens that
+    text does not contain, such as Gemma 3's for images, may have no embedding; a warning names them.
+    """
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocab_size}
+    added = tokenizer.added_tokens_decoder
+    needed = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    if not all(index in added and added[index].special and token not in needed for token, index in beyond.items()):
+        return False
+    if beyond:
+        logger.warning(f"the model has no embedding for special tokens of its tokenizer: {', '.join(beyond)}")
+    return True
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, **options) -> BatchEncoding:

@@ -344,6 +344,7 @@ def test_gpt2_folder(tmp_path):
     ("options", "message"),
     [
         ({"scale_attn_weights": False}, "`scale_attn_weights` of a GPT-2 to convert must be True"),
+        ({"is_causal": False}, "LSGPT is causal; got False"),
         ({"scale_attn_by_inverse_layer_idx": True}, "LSGPT scales the logits of all layers alike; got True"),
         ({"add_cross_attention": True}, "`add_cross_attention`"),
     ],
@@ -355,6 +356,14 @@ def test_refused_gpt2(options, message, tmp_path):
     gpt2.config.save_pretrained(tmp_path)  # without weights: it is refused before they are looked for
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path)
+
+
+def test_a_constant_in_old_files_of_gpt2_is_ignored(tmp_path):
+    make_gpt2().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load_pretrained(tmp_path)
 
 
 def test_refused_gpt2_weights(tmp_path):
@@ -380,8 +389,8 @@ def test_refused_gpt2_weights(tmp_path):
         (["GPT2", "FULL/text.txt"], "the folder to write must be new or empty"),
         (
             ["BERT", "new"],
-            "of the type gpt2, llama, mistral, qwen2, qwen3, phi3, olmo2, olmo3, gemma2, gemma3_text, given by its "
-            "folder or its name on the Hub; ",
+            "of the type gpt2, llama, mistral, ministral, qwen2, qwen3, phi3, olmo2, olmo3, gemma2, gemma3_text, "
+            "given by its folder or its name on the Hub; ",
         ),
         (["EMPTY", "new"], "has no config.json"),
         (["none/none/none", "new"], "there is no model"),

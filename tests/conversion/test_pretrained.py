@@ -10,7 +10,7 @@ import yaml
 from fresh import run
 from gguf_file import write_gguf
 from huggingface_hub.repocard import metadata_load
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +20,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -94,6 +95,10 @@ SOURCES = {
     "Mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None, "num_key_value_heads": 3}),
     "Mistral, harmless window": (MistralConfig, {"sliding_window": 100, "hidden_act": "gelu"}),
     "Mistral, window": (MistralConfig, {"sliding_window": 8}),
+    "Ministral": (
+        MinistralConfig,
+        {"head_dim": 12, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "Qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "Qwen2, YaRN": (Qwen2Config, {"rope_parameters": YARN}),
     "Qwen2, windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -339,6 +344,7 @@ def test_converted_from_memory_it_computes_what_it_does_from_a_folder(llama, tmp
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
             "`partial_rotary_factor` of a phi3 model to convert must be 1, because LSGPT rotates whole heads",
         ),
+        (LlamaConfig, {"is_causal": False}, "`is_causal` of a llama model to convert must be unset: LSGPT is causal"),
         (LlamaConfig, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of a llama model to convert must be 1"),
         (LlamaConfig, {"rope_parameters": {"rope_type": "spiral"}}, "`rope_type` of a llama model.*got 'spiral'"),
         (
@@ -363,6 +369,23 @@ def test_harmless_windows():
     ):
         source = make_source(Qwen2Config, **values)
         assert relative_error(convert_pretrained(source), source, torch.randint(97, (2, 60))) <= 1e-5
+
+
+def test_fields_that_the_model_does_not_have_are_ignored():
+    source = make_source(sliding_window=8, layer_types=["sliding_attention"] * 2)
+    assert relative_error(convert_pretrained(source), source, torch.randint(97, (2, 60))) <= 1e-5
+
+
+def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
+    """Transformers takes it for one."""
+    source = make_source(
+        MinistralConfig, head_dim=12, sliding_window=8, layer_types=["full_attention", "sliding_attention"]
+    )
+    source.save_pretrained(tmp_path / "source")
+    change_config(tmp_path / "source", model_type="mistral")
+    model, _ = convert(tmp_path / "source", tmp_path / "out")
+    assert model.config.num_global_heads == [6, 0]
+    assert relative_error(model, source, torch.randint(97, (2, 60))) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["granite", "lsgpt"])
@@ -455,6 +478,19 @@ def test_sampling_that_old_checkpoints_have_in_their_configuration(tmp_path):
     change_config(tmp_path / "source", do_sample=True, temperature=0.7)
     model, _ = convert(tmp_path / "source", tmp_path / "out")
     assert (model.generation_config.do_sample, model.generation_config.temperature) == (True, 0.7)
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))
+    assert not saved.keys() & {"hidden_size", "model_type", "architectures"}
+
+
+def test_frequencies_in_old_files_do_not_cost_memory(tmp_path):
+    """Transformers ignores them. The model is converted without being loaded."""
+    source = make_source()
+    source.save_pretrained(tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    save_file({**load_file(file), **frequencies}, file, {"format": "pt"})
+    model = shards.convert_shards(tmp_path / "source", source.config, tmp_path / "out")
+    assert relative_error(model, source, torch.randint(97, (2, 60))) <= 1e-5
 
 
 def test_the_precision_is_that_of_the_configuration(tmp_path):
@@ -589,6 +625,7 @@ def test_a_licence_of_something_else_beside_a_gguf_file(tmp_path):
     ("metadata", "tensors", "message"),
     [
         ({"llama__rope__scaling__type": "yarn"}, (), "`llama.rope.scaling.type` .* must be unset.* got 'yarn'"),
+        ({"llama__attention__causal": False}, (), "`llama.attention.causal`.*got 0"),
         ({"llama__expert_count": 8}, (), "`llama.expert_count`.*got 8"),
         ({"llama__attention__sliding_window": 32}, (), "`llama.attention.sliding_window`.*got 32"),
         ({}, ("rope_freqs.weight",), "must not have `rope_freqs.weight`, the rope scaling of Llama 3.1"),

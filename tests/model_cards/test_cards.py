@@ -1,6 +1,7 @@
 """Cards, of runs and of presets, and their publication on a Hub of this machine."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -410,6 +411,12 @@ def break_tokenizer(folder):
     (folder / "tokenizer_config.json").unlink()
 
 
+def lack_an_embedding(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"word{i}" for i in range(700 - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+
+
 def swap_tokenizers(folder):
     train_tokenizer([f"word{i} " for i in range(1000)], 700).save_pretrained(folder)
 
@@ -439,6 +446,7 @@ def leave_a_licence_without_a_name(folder):
         (spoil_a_tensor, r"must be finite; model\.norm\.weight has NaN"),
         (break_tokenizer, r"no tokenizer_config\.json"),
         (swap_tokenizers, r"must be the model's: it has 700 tokens, and the model's `vocab_size` is 600"),
+        (lack_an_embedding, r"must be the model's: it has 700 tokens, and the model's `vocab_size` is 600"),
         (add_a_tensor, r": model\.extra"),
         (break_code, r"lacks visibility_lsgpt\.py"),
         (leave_a_token, "must not hold `hub_token`"),
@@ -482,6 +490,37 @@ def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
     assert (card.data.license_name, card.data.license_link) == ("mine", "LICENSE")
     assert card.data.base_model == "ada/base"
     assert "[mine](LICENSE)" in card.text
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "LICENSE.md"])
+def test_the_licence_file_of_the_start_is_published(folder, tmp_path, name):
+    """Which a run does not copy."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: mine\nlicense_link: {name}\n---\n")
+    (base / name).write_text("Do as you like.")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": str(base), "license": None}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    publish(folder, "ada/tiny", dry_run=True, output=tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "Do as you like."
+
+
+def test_a_run_in_the_folder_of_its_start(folder):
+    """As after the start was deleted and the run took its name."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": str(folder)}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert make_card(folder, "ada/tiny", "mit").data.license == "mit"
+
+
+def test_special_tokens_for_other_inputs_need_no_embedding(folder, tmp_path, caplog, monkeypatch):
+    """As Gemma 3's for images, which is in the tokenizer of models without images, too."""
+    monkeypatch.setattr(logging.getLogger("lsgpt"), "propagate", True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    count = 600 - len(tokenizer)
+    tokenizer.add_tokens([f"<image{i}>" for i in range(count + 1)], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    publish(folder, "ada/tiny", dry_run=True, output=tmp_path / "out")
+    assert f"no embedding for special tokens of its tokenizer: <image{count}>" in caplog.text
 
 
 def test_data_and_base_models_of_the_hub_are_named(folder, tmp_path, monkeypatch):
