@@ -24,6 +24,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .cache_lsgpt import accept_cache
+from .checks_lsgpt import may_look_at
 from .configuration_lsgpt import LSGPTConfig
 from .local_lsgpt import blocked_attention_forward, blocked_mask, past_attention_forward, sink_attention_forward
 from .visibility_lsgpt import Visibility, describe_visibility
@@ -287,7 +288,17 @@ def flash_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Documents 
         lengths = v.documents.unique_consecutive(return_counts=True)[1]
         cu_seq_lens = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         return Documents(cu_seq_lens, int(lengths.max()))
-    return None if v.padding_mask is None else v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
+    if v.padding_mask is None:
+        return None
+    mask = v.padding_mask[:, v.kv_offset : v.kv_offset + v.kv_length]
+    if v.window is not None and v.kv_length > v.window and may_look_at(mask):
+        begins = mask[:, 1:] & ~mask[:, :-1]
+        if (begins.sum(-1) + mask[:, 0] > 1).any():
+            raise ValueError(
+                "FlashAttention counts the tokens of a window without padding, so it must be at the ends of a row and "
+                'not between its tokens; use attn_implementation="sdpa"'
+            )
+    return mask
 
 
 def checked_flash_attention_forward(

@@ -41,14 +41,16 @@ from lsgpt.modeling_lsgpt.configuration_lsgpt import LOCAL, LSGPTConfig
 from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTSinusoidalPositions
 
 
-def supported_head_size(head_dim: int, cache_dtype: str, has_sinks: bool) -> int:
+def supported_head_size(head_dim: int, cache_dtype: str, has_sinks: bool, has_window: bool) -> int:
     """
     Returns the smallest head width of the attention backend that fits `head_dim`; heads are padded to it with zeros.
+    Heads with a window may have a backend of their own.
 
     Raises:
         ValueError: If there is none, or the heads have sinks and the backend does not support them.
     """
-    backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype, has_sink=has_sinks)
+    options = {"has_sink": has_sinks, "has_sliding_window": has_window}
+    backend = get_attn_backend(head_dim, torch.get_default_dtype(), cache_dtype, **options)
     # Checked here, because some backends ignore arguments that they do not know.
     if has_sinks and "sinks" not in inspect.signature(backend.get_impl_cls()).parameters:
         raise ValueError(
@@ -111,7 +113,7 @@ class LSGPTAttention(nn.Module):
             sinks = {} if self.sinks is None or kind != LOCAL else {"sinks": self.sinks}
             self.attention_by_kind[kind] = Attention(
                 num_heads // ranks,
-                supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype, bool(sinks)),
+                supported_head_size(self.head_dim, vllm_config.cache_config.cache_dtype, bool(sinks), kind == LOCAL),
                 self.head_dim**-0.5,
                 num_kv_heads=num_heads // groups // ranks,
                 cache_config=vllm_config.cache_config,

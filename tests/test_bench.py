@@ -418,6 +418,13 @@ def test_wrong_decoding_is_not_timed(kind, shape, monkeypatch):
         check(benchmark)
 
 
+def test_attention_without_global_heads(shape):
+    prepared = attention.prepare(shape._replace(config=load_preset("demo", sliding_window=20, num_global_heads=0)))
+    check(prepared)
+    for prepare in prepared.peers.values():
+        prepare()()
+
+
 def test_wrong_multi_head_attention_is_not_timed(shape, monkeypatch):
     def sees_the_future(query, key, value, backend=None):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)

@@ -406,6 +406,11 @@ def test_flash_attention_refuses_what_it_cannot_do(tiny_model, flash_calls):
         (torch.float32, {}, "computes in float16 or bfloat16; got torch.float32"),
         (torch.bfloat16, {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, "does not support a 4-D"),
         (torch.bfloat16, {"attention_mask": torch.zeros(2, 1, 12, 12)}, "does not support a 4-D"),
+        (
+            torch.bfloat16,
+            {"attention_mask": torch.tensor([[1] * 3 + [0] * 4 + [1] * 5] * 2)},
+            "not between its tokens",
+        ),
         (torch.bfloat16, {"position_ids": positions}, "packed documents only in a single row without padding"),
         (torch.bfloat16, {**row, "attention_mask": torch.arange(12)[None] < 10}, "a single row without padding"),
         (torch.bfloat16, {**row, "past_key_values": filled}, "packed documents only .* and without a cache"),

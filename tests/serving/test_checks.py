@@ -4,6 +4,8 @@ import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from lsgpt.serving import modeling_vllm
+
 
 @pytest.mark.parametrize(
     ("values", "found"),
@@ -102,3 +104,20 @@ def test_attention_backend_without_sinks(tiny_model, tmp_path, start_engine):
             pass
     finally:
         AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_heads_with_a_window_may_have_a_backend_of_their_own(tiny_model, tmp_path, start_engine, monkeypatch):
+    """As with vLLM's option `backend_per_kind`. The engine stops after the first layer has asked for both."""
+    asked, ask = [], modeling_vllm.get_attn_backend
+
+    def record(*args, has_sliding_window, **options):
+        asked.append(has_sliding_window)
+        if len(asked) == 2:
+            raise ValueError("that is enough")
+        return ask(*args, has_sliding_window=has_sliding_window, **options)
+
+    monkeypatch.setattr(modeling_vllm, "get_attn_backend", record)
+    tiny_model(head_dim=32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="that is enough"), start_engine(tmp_path):
+        pass
+    assert asked == [False, True]

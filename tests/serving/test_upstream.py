@@ -52,7 +52,7 @@ def test_the_cpu_backend_takes_sinks_and_others_say_whether_they_do():
     from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
 
     assert takes(CPUAttentionBackendImpl, "sinks")
-    assert takes(get_attn_backend, "has_sink")
+    assert takes(get_attn_backend, "has_sink", "has_sliding_window")
 
 
 def test_a_parameter_can_have_its_own_loader():
