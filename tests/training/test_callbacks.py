@@ -286,7 +286,7 @@ def test_bad_gradients_are_left_to_the_scaler_of_float16(tiny_model):
     model = tiny_model()
     model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, float("inf"))
     for fp16 in (True, False):
-        args, control = SimpleNamespace(fp16=fp16, device=torch.device("cpu")), TrainerControl()
+        args, control = SimpleNamespace(fp16=fp16, device=torch.device("cpu"), save_total_limit=None), TrainerControl()
         StopOnBadLossCallback().on_pre_optimizer_step(args, TrainerState(global_step=2), control, model=model)
         assert control.should_training_stop == (not fp16) and (model.lm_head.weight.grad is None) == (not fp16)
 
@@ -295,7 +295,7 @@ def test_gradients_of_parameters_of_which_another_process_holds_all(tiny_model):
     """As FSDP2 leaves them if there are fewer rows than processes."""
     model = tiny_model()
     model.empty = torch.nn.Parameter(torch.empty(0, 3))
-    args = SimpleNamespace(fp16=False, device=torch.device("cpu"))
+    args = SimpleNamespace(fp16=False, device=torch.device("cpu"), save_total_limit=None)
     for value in (1.0, float("nan")):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
