@@ -104,7 +104,8 @@ class LSGPTTrainer(Trainer):
         stream = self.train_dataset
         if not isinstance(stream, IterableDataset | torch.utils.data.IterableDataset):
             loader = super().get_train_dataloader()
-            loader.worker_init_fn = partial(_ignore_sigterm, loader.worker_init_fn)
+            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders start the workers of another one
+            base.worker_init_fn = partial(_ignore_sigterm, base.worker_init_fn)
             return loader
         args = self.args
         collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")

@@ -328,8 +328,12 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     """SIGTERM goes to all processes of a job, those that load data included."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = {"max_steps": 4000, "save_steps": 4000, "eval_strategy": "no", "dataloader_num_workers": 1}
-    program = start(recipe(**options), "--output_dir", stopped)
+    options = {"max_steps": 4000, "save_steps": 4000, "eval_strategy": "no"}
+    options |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    # Workers are children of the training, as in a process that was not forked from a server.
+    code = "import multiprocessing, sys, lsgpt_cli; multiprocessing.set_start_method('fork', force=True)"
+    code += "; sys.exit(lsgpt_cli.main(sys.argv[1:]))"
+    program = fresh.Program("-c", code, "train", recipe(**options), "--output_dir", stopped)
     program.wait_until((stopped / "metrics.jsonl").exists)
     workers = psutil.Process(program.process.pid).children(recursive=True)
     assert workers
@@ -342,7 +346,7 @@ def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     assert not (stopped / "results.json").exists()
 
     more = ["--max_steps", step + 3, "--lr_scheduler_kwargs", '{"num_training_steps": 4000}']
-    more += ["--dataloader_num_workers", 0]
+    more += ["--dataloader_num_workers", 0, "--dataloader_persistent_workers", "false"]
     train("--resume_from_checkpoint", stopped, *more, "--save_steps", 2)
     saved = {int(file.name.removeprefix("checkpoint-")) for file in stopped.glob("checkpoint-*")}
     assert saved & {step + 1, step + 2}  # the one that is even
