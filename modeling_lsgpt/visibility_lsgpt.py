@@ -334,8 +334,8 @@ def resolve_positions(
     **kwargs,
 ) -> torch.Tensor | None:
     """
-    The positions of `inputs` that are given as such or as `cu_seq_lens_q`, or `None`. Raises `ValueError` if packed
-    documents are given in other ways only.
+    The positions `(B or 1, T)` of `inputs` `(B, T, ...)` that are given as such or as `cu_seq_lens_q`, or `None`.
+    Raises `ValueError` if packed documents are given in other ways only; see also `positions_in_documents`.
     """
     if position_ids is None and cu_seq_lens_q is not None:
         return positions_in_documents(cu_seq_lens_q, inputs, past_length)

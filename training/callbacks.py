@@ -72,10 +72,10 @@ class StoppingCallback(TrainerCallback):
         """Whether this callback has ended the training."""
         self._cleanup = ExitStack()
 
-    def stop(self, args, control):
+    def stop(self, args, state, control):
         """Ends the training after the checkpoint is saved."""
         self.is_stopping = True
-        if args.save_total_limit == 1:
+        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             self._cleanup.callback(setattr, args, "save_total_limit", 1)
             args.save_total_limit = 2  # the best one and this one
         control.should_save = control.should_training_stop = True
@@ -87,7 +87,7 @@ class StoppingCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.is_stopping:
-            self.stop(args, control)
+            self.stop(args, state, control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.is_stopping:
@@ -127,7 +127,7 @@ class SaveOnSignalCallback(StoppingCallback):
         (is_signalled,) = any_process([self._is_pending], args.device)
         if is_signalled:
             logger.warning(f"SIGTERM: saving step {state.global_step} and ending the training")
-            self.stop(args, control)
+            self.stop(args, state, control)
             control.should_log = True  # because a checkpoint does not contain the losses since the last log
 
     def _remember(self, signal_number, frame):
@@ -248,7 +248,7 @@ class StopOnBadLossCallback(StoppingCallback):
         state.prevented_step = self.bad_step
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
-        self.stop(args, control)
+        self.stop(args, state, control)
         logger.error(
             f"{self._blame(model) if is_loss else f'a gradient of step {self.bad_step} is not finite'}; saving the "
             f"weights of step {state.global_step} and ending the training"

@@ -116,7 +116,7 @@ class LogitTelemetryCallback(StoppingCallback):
                 self._warn(maxima, layer_numbers, figures, state)
             if self.on_explosion == "stop":
                 self.stop_step = state.global_step
-                self.stop(args, control)
+                self.stop(args, state, control)
             elif self.on_explosion == "clip":
                 qk_clip(model, maxima, self.threshold)
 
