@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 import yaml
+from decoders import SIZES, make_source, make_tokenizer, relative_error
 from fresh import run
-from gguf_file import write_gguf
 from huggingface_hub.repocard import metadata_load
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -40,25 +40,9 @@ from lsgpt.conversion import (
     with_global_heads,
 )
 from lsgpt.model_cards import make_card
-from lsgpt.training import train_tokenizer
 from lsgpt.utilities import loading
 
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-3,
-    "initializer_range": 0.2,  # logits far apart, so that equal greedy text means equal computation
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-    "pad_token_id": 0,
-    "attention_dropout": 0.1,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -139,24 +123,6 @@ SOURCES = {
         },
     ),
 }
-
-
-def make_source(config_class=LlamaConfig, **values):
-    """A model all of whose weights matter, norms and biases too."""
-    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **values}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
-@torch.no_grad()
-def relative_error(model, source, ids, **inputs):
-    """Of the logits, where there is no padding."""
-    seen = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-    actual, expected = (m(input_ids=ids, **inputs).logits[seen] for m in (model, source))
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -256,12 +222,6 @@ def test_heads_of_models_with_windows_are_not_measured(tmp_path, has_other_layer
     with pytest.raises(ValueError, match=r"`text` .* must be unset for a model with layers that have") as error:
         convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
     assert ("its other layers" in str(error.value)) == has_other_layers
-
-
-def make_tokenizer():
-    tokenizer = train_tokenizer(["to be or not to be, that is the question 12 34"], 290)
-    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -567,132 +527,6 @@ def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):
     with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be loaded"):
         convert(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("config_class", "values"),
-    [
-        (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 777.0}}),
-        (Qwen2Config, {}),
-        (Qwen3Config, {"head_dim": 128}),  # what Transformers takes for granted
-        (Phi3Config, {"tie_word_embeddings": True}),
-    ],
-)
-def test_gguf(config_class, values, tmp_path, capsys):
-    tokenizer = make_tokenizer()
-    source = make_source(config_class, vocab_size=len(tokenizer), **values)
-    origin = {"general__license": "apache-2.0", "general__base_model__0__repo_url": "https://huggingface.co/some/tiny"}
-    origin["general__license__link"] = "https://example.org/license"
-    write_gguf(tmp_path / "tiny.gguf", source, tokenizer, tokenizer__ggml__padding_token_id=3, **origin)
-    assert lsgpt_cli.main(["convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.dtype == torch.float32
-    assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
-    assert model.config.tie_word_embeddings == source.config.tie_word_embeddings
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.config.bos_token_id == tokenizer.bos_token_id and model.config.pad_token_id == 3
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "to be  12 question<|endoftext|>or not"
-    assert loaded.decode(loaded(text)["input_ids"]) == text
-    assert loaded(text)["input_ids"].count(tokenizer.eos_token_id) == 1
-    assert loaded.apply_chat_template([{"role": "user", "content": "or"}], tokenize=False) == "<user>or"
-    if (
-        config_class is LlamaConfig
-    ):  # SmolLM, whose tokenizer splits digits; the classes of others have their own rules
-        assert "Digits" in loaded.backend_tokenizer.to_str()
-    card = {"license": "apache-2.0", "license_link": "https://example.org/license", "base_model": "some/tiny"}
-    assert metadata_load(tmp_path / "out" / "README.md") == card
-
-
-def test_gguf_with_a_licence_that_the_hub_does_not_list(tmp_path):
-    names = {"general__license": "other", "general__license__name": "mine", "general__license__link": "LICENSE"}
-    write_gguf(tmp_path / "tiny.gguf", make_source(), **names)
-    (tmp_path / "LICENSE").write_text("the licence")
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    card = metadata_load(tmp_path / "out" / "README.md")
-    assert card == {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
-    assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
-
-
-def test_a_licence_of_something_else_beside_a_gguf_file(tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", make_source(), general__license="apache-2.0")
-    (tmp_path / "LICENSE").write_text("that of the project in whose folder the file lies")
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    assert not (tmp_path / "out" / "LICENSE").exists()
-
-
-@pytest.mark.parametrize(
-    ("metadata", "tensors", "message"),
-    [
-        ({"llama__rope__scaling__type": "yarn"}, (), "`llama.rope.scaling.type` .* must be unset.* got 'yarn'"),
-        ({"llama__attention__causal": False}, (), "`llama.attention.causal`.*got 0"),
-        ({"llama__expert_count": 8}, (), "`llama.expert_count`.*got 8"),
-        ({"llama__attention__sliding_window": 32}, (), "`llama.attention.sliding_window`.*got 32"),
-        ({}, ("rope_freqs.weight",), "must not have `rope_freqs.weight`, the rope scaling of Llama 3.1"),
-        ({}, ("blk.0.attn_q.bias",), "unknown: blk.0.attn_q.bias"),
-    ],
-)
-def test_refused_gguf(metadata, tensors, message, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", make_source(), tensors=tensors, **metadata)
-    with pytest.raises(ValueError, match=message):
-        load_pretrained(tmp_path / "tiny.gguf")
-
-
-@pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3TextConfig])
-def test_gguf_of_gemma(config_class, tmp_path):
-    """Without its tokenizer, which is of another kind than the others'."""
-    source = make_source(config_class, head_dim=256, sliding_window=8, num_hidden_layers=6)
-    write_gguf(tmp_path / "tiny.gguf", source)
-    model, _ = convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
-    assert 0 in model.config.num_global_heads and model.config.sliding_window == 8
-
-
-@pytest.mark.parametrize(
-    ("config_class", "values", "metadata", "message"),
-    [
-        (Gemma2Config, {"head_dim": 16}, {}, "`gemma2.attention.key_length` of a GGUF file must be 256, .* got 16"),
-        (
-            Gemma3TextConfig,
-            {"head_dim": 256},
-            {"gemma3__rope__scaling__type": "linear"},
-            "`gemma3.rope.scaling.type` of a GGUF file must be unset, because Transformers does not read it",
-        ),
-        (
-            Gemma2Config,
-            {"head_dim": 256},
-            {"gemma2__attn_logit_softcapping": 20},
-            "softcapping` .* must be unset.* 20",
-        ),
-        (
-            Phi3Config,
-            {},
-            {"phi3__rope__dimension_count": 6},
-            "`phi3.rope.dimension_count` .* rotates whole heads; got 6",
-        ),
-        (Phi3Config, {}, {"phi3__attention__sliding_window": 32}, "`phi3.attention.sliding_window`.*got 32"),
-    ],
-)
-def test_refused_gguf_of_other_architectures(config_class, values, metadata, message, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", make_source(config_class, **values), **metadata)
-    with pytest.raises(ValueError, match=message):
-        load_pretrained(tmp_path / "tiny.gguf")
-
-
-def test_broken_gguf_and_missing_package(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_source())
-    with pytest.raises(ValueError, match=r"has no config.json .* but a GGUF file: name that file"):
-        load_pretrained(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=r"the configuration of .*gguf' cannot be read"):
-        load_pretrained(path)
-    path.write_text("text")
-    with pytest.raises(ValueError, match=r"the GGUF file .* cannot be read"):
-        load_pretrained(path)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert lsgpt_cli.main(["convert", str(path), str(tmp_path / "out")]) == 2
-    assert "install it: pip install gguf" in capsys.readouterr().err
 
 
 def test_name_on_the_hub(llama, tmp_path, monkeypatch, offline):
