@@ -1,8 +1,8 @@
 """The attention functions and mask functions that LSGPT has instead of, or besides, those of Transformers.
 
-`ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS` are Transformers' tables of these names, with local
-entries for what is faster with windows, needs sinks, or would silently ignore something. Whatever is registered with
-`AttentionInterface` works here, too; without a mask function of its own, it gets dense boolean masks.
+`ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS` are Transformers' tables of these names, with entries
+of our own for what is faster with windows, needs sinks, or would silently ignore an argument. Whatever is registered
+with `AttentionInterface` works here, too; without a mask function of its own, it gets dense boolean masks.
 
 Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head_dim`.
 """
@@ -10,7 +10,7 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.flex_attention import compile_friendly_flex_attention, flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
@@ -64,7 +65,13 @@ function has to measure them itself, as `triton_attention_forward` does.
 """
 
 MASKED_PAIRS = 1 << 18
-"""From this many pairs of queries and keys on, `sdpa` computes what follows a past without a mask."""
+"""From this many query-key pairs on, `sdpa` computes new tokens after cached ones without a mask."""
+
+BEGINNING_WINDOWS = 4
+"""
+In texts of at most so many windows, `sdpa` computes the first tokens, which see all before them, without a mask. In
+longer ones, that saves no time on the CPU.
+"""
 
 NARROW_HEAD_DIM, PADDED_HEAD_DIM = 12, 16
 """
@@ -198,18 +205,33 @@ class Past(NamedTuple):
     """Number of cached tokens."""
 
 
-def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None:
-    """`None` if no mask is needed besides causality, a `Past`, a blocked mask (5-D), or a dense one (4-D)."""
+class Beginning(NamedTuple):
+    """Stands for the masks of a text from its first token on, for heads with a window W."""
+
+    length: int
+    """Number of first tokens that see all before them, and no sink: W - 1, or fewer in a shorter text."""
+    rest: torch.Tensor | None
+    """The mask of the other queries, blocked (5-D) or dense (4-D), if there are any."""
+
+
+def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | Beginning | None:
+    """`None` for plain causality, a `Past`, a `Beginning`, a blocked mask (5-D), or a dense one (4-D)."""
     v = mask_function
     window = v.window or v.kv_length
     if torch.jit.is_tracing():  # would hard-code every decision below, whatever the length of later inputs
         return _fill_empty_rows(v.dense(), v)
+    is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
+    if is_first and v.is_plain and v.window is not None and not is_tracing():
+        needs_no_sink = v.sink_window is not None or not v.has_sinks
+        # Without gradients: parameters that a training step does not use would confuse DDP.
+        is_short = v.sink_window is not None and v.kv_length < window and not torch.is_grad_enabled()
+        if needs_no_sink and (is_short or window < v.kv_length <= BEGINNING_WINDOWS * window):
+            return _beginning_mask(v)
     has_slots = v.has_empty_slots and not v.ends_with_queries
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window and not has_slots:
         return _fill_empty_rows(blocked_mask(v), v)
     # Exporting would hard-code causal attention without a mask, even for single queries after a cache.
     if not is_torchdynamo_exporting():
-        is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
         is_causal = is_first and v.q_length <= window and not v.has_sinks
         if not v.has_other_limits and (v.sees_everything or is_causal):
             return None
@@ -218,6 +240,15 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | None
         if is_past and is_large and v.kv_length <= window:
             return Past(v.kv_length - v.q_length)
     return _fill_empty_rows(v.dense(), v)
+
+
+def _beginning_mask(visibility: Visibility) -> Beginning:
+    v = visibility
+    length = min(v.window - 1, v.q_length)
+    rest = replace(v, q_length=v.q_length - length, q_offset=length)
+    if not rest.q_length:
+        return Beginning(length, None)
+    return Beginning(length, blocked_mask(rest) if rest.q_length > v.window // 4 else rest.dense())
 
 
 def _fill_empty_rows(mask: torch.Tensor, visibility: Visibility) -> torch.Tensor:
@@ -232,7 +263,7 @@ def windowed_sdpa_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | Past | None,
+    attention_mask: torch.Tensor | Past | Beginning | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -241,6 +272,15 @@ def windowed_sdpa_attention_forward(
     """Transformers' `sdpa`, with windows at linear cost, with sinks, and without a mask for a past."""
     if isinstance(attention_mask, Past):
         return past_attention_forward(query, key, value, scaling, dropout), None
+    if isinstance(attention_mask, Beginning):
+        attend, length = partial(windowed_sdpa_attention_forward, module), attention_mask.length
+        first = (x[:, :, :length] for x in (query, key, value))
+        outputs = [attend(*first, None, dropout, scaling, **kwargs)[0]]
+        if attention_mask.rest is not None:
+            s_aux = s_aux if s_aux is None or s_aux.ndim == 1 else s_aux[:, :, length:]
+            rest = attend(query[:, :, length:], key, value, attention_mask.rest, dropout, scaling, s_aux, **kwargs)
+            outputs.append(rest[0])
+        return torch.cat(outputs, dim=1), None
     if attention_mask is not None and attention_mask.ndim == 5:
         return blocked_attention_forward(query, key, value, attention_mask, scaling, dropout, s_aux), None
     if s_aux is not None:
@@ -315,7 +355,7 @@ def checked_flash_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' FlashAttention. Raises `ValueError` for precisions, sinks and dropout that it does not support."""
     name = module.config._attn_implementation
-    if query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type):
+    if get_target_dtype(query, module) == torch.float32:  # PEFT makes the queries of quantized models float32
         raise ValueError(
             f"FlashAttention computes in float16 or bfloat16; got {query.dtype}. Load the model with "
             'dtype=torch.bfloat16, or use attn_implementation="sdpa"'
@@ -448,7 +488,8 @@ def _block_mask(visibility: Visibility) -> BlockMask:
 @lru_cache(maxsize=8)
 def _plain_block_mask(length: int, window: int | None, device: torch.device | str) -> BlockMask:
     """The mask without a cache, padding or documents, kept because every training step uses the same one."""
-    return _block_mask(Visibility(length, length, window=window, device=device))
+    with torch.inference_mode(False):  # or training steps could not use a mask that an evaluation made
+        return _block_mask(Visibility(length, length, window=window, device=device))
 
 
 ALL_MASK_ATTENTION_FUNCTIONS["eager"] = dense_mask

@@ -35,6 +35,9 @@ class Buffers:
     gets room of its own.
     """
 
+    # In a `__dict__`, Transformers' exporters would find these tensors, which are no outputs.
+    __slots__ = ("filled", "tensors")
+
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, room: int):
         length = keys.shape[2]
         self.tensors = tuple(x.new_empty(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values))
@@ -87,6 +90,16 @@ class GrowingLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor):
         """Reorders the layer like `DynamicLayer`, and frees the buffers, which have the old order."""
         super().reorder_cache(beam_idx)
+        self.buffers = None
+
+    def batch_repeat_interleave(self, repeats: int):
+        """Repeats the rows of the layer like `DynamicLayer`, and frees the buffers, which have fewer."""
+        super().batch_repeat_interleave(repeats)
+        self.buffers = None
+
+    def batch_select_indices(self, indices: torch.Tensor):
+        """Selects rows of the layer like `DynamicLayer`, and frees the buffers, which have the old ones."""
+        super().batch_select_indices(indices)
         self.buffers = None
 
     def offload(self):

@@ -1,4 +1,4 @@
-"""Checks of what a model is called with: each error names what is wrong and how to mend it.
+"""Checks of a model's inputs: each error names what is wrong and how to fix it.
 
 Shapes: B batch, T new tokens.
 """
@@ -42,7 +42,7 @@ def check_inputs(
 def check_ids(config: LSGPTConfig, name: str, ids: torch.Tensor, limit: str, ignored: int | None = None):
     """
     Raises `ValueError` unless ids, except `ignored` ones, are integers from 0 to `config.<limit> - 1`. Values are
-    checked on the CPU only, because reading them on another device would force a synchronisation.
+    checked on the CPU only, because reading them on another device would force a synchronization.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`{name}` must be integers, torch.int64 or torch.int32; got {ids.dtype}; convert them")
@@ -83,15 +83,26 @@ def check_dictionary(masks: dict, kinds: dict, batch_size: int, q_length: int):
             check_mask(mask, batch_size, q_length)
 
 
-def check_mask(mask: torch.Tensor, batch_size: int, q_length: int, past_length: int | torch.Tensor | None = None):
-    """Raises `ValueError` unless a mask is boolean or floating point, with the shape `(B or 1, 1, T, keys)`."""
+def check_mask(
+    mask: torch.Tensor,
+    batch_size: int,
+    q_length: int,
+    past_length: int | torch.Tensor | None = None,
+    has_empty_slots: bool = True,
+):
+    """
+    Raises `ValueError` unless a mask is boolean or floating point, with the shape `(B or 1, 1, T, keys)`: with the
+    keys up to the last new token, where the length of the past is known, and further ones only for empty slots.
+    """
     got, total = tuple(mask.shape), past_length + q_length if isinstance(past_length, int) else None
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(
             "a 4-D `attention_mask` must be boolean, True where a token may attend, or floating point, to be added to "
             f"the logits; got {mask.dtype}. Convert it with `mask.bool()` if it holds zeros and ones"
         )
-    if got[:3] not in ((1, 1, q_length), (batch_size, 1, q_length)) or got[3] < (total or 0):
+    if got[:3] not in ((1, 1, q_length), (batch_size, 1, q_length)) or not (
+        total is None or got[3] == total or (got[3] > total and has_empty_slots)
+    ):
         raise ValueError(
             f"a 4-D `attention_mask` must have shape ({batch_size}, 1, {q_length}, {total or 'keys'}): batch, all "
             "heads (`num_global_heads` and `sliding_window` define what those of each kind see), new tokens, cached "
@@ -118,7 +129,7 @@ def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequenc
 def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:
     """
     Whether to inspect values: not while tracing, nor in `torch.func.vmap`; for a single token on the CPU only, to
-    avoid a synchronisation.
+    avoid a synchronization.
     """
     if x.device.type == "cpu" and type(x) is torch.Tensor:  # no fake tensor, so that two cheap questions are enough
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()

@@ -122,7 +122,7 @@ class LSGPTConfig(PreTrainedConfig):
             its softmax that belongs to no token and has no value, so that the head can attend to nothing. With `True`,
             every query sees it, as in gpt-oss (arXiv:2508.10925). With `"full_window"`, only queries that see
             `sliding_window` keys do: in a pretrained model, the sink takes the place of a document's first tokens, and
-            queries before have these tokens themselves.
+            earlier queries still see these tokens.
         intermediate_size (`int`, *optional*): Width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`): Activation of the MLP, by its name in Transformers.
         gated_mlp (`bool`): Whether the MLP is gated, `down(act(gate(x)) * up(x))`, as in Llama (SwiGLU with `"silu"`),
@@ -154,7 +154,7 @@ class LSGPTConfig(PreTrainedConfig):
 
     Raises:
         ValueError: If a value or a combination of values is invalid; the message names the field, rule and value.
-        StrictDataclassFieldValidationError: (`huggingface_hub.errors`) If a value is of another type than its field.
+        StrictDataclassFieldValidationError: (`huggingface_hub.errors`) If a value does not have its field's type.
 
     ```python
     >>> from lsgpt import LSGPTConfig, LSGPTForCausalLM

@@ -54,8 +54,8 @@ def count_tokens_sent(sender: int, receiver: int, processes: int, length: int, w
 
 class ExchangeTokens(torch.autograd.Function):
     """
-    Sends the last tokens of each process to others: queries, keys, values or outputs `(B, H, T, D)` to what came from
-    all processes, in their order, `(B, H, S, D)`.
+    Exchanges the last tokens of processes: maps this one's queries, keys, values or outputs `(B, H, T, D)` to those
+    from all processes, in order, `(B, H, S, D)`.
 
     In the backward pass, the gradients go back to the processes that the tokens came from and are summed in float32.
     """
@@ -82,7 +82,7 @@ class ExchangeTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Returns the gradient `(B, H, T, D)` of the process's own tokens, which all that got them have computed."""
+        """Returns the gradient `(B, H, T, D)` of the process's own tokens, summed over all that received them."""
         sent, received, group, length, kept, before = ctx.exchange
         gradient = gradient.movedim(2, 0)
         outgoing = torch.cat([gradient[:before], gradient[before + kept :]])
@@ -96,8 +96,8 @@ class ExchangeTokens(torch.autograd.Function):
 
 class ContextParallelCache(Cache):
     """
-    What the attention of a process needs to know of the others. It takes the place of a cache, and is one to the
-    model: an empty one.
+    What the attention of a process needs from the others. It takes the cache's place, and to the model it looks like
+    an empty cache.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SeenTokens(NamedTuple):
 
 
 def attend_in_spans(layer: nn.Module) -> Callable:
-    """Returns a method `attend` for an `LSGPTAttention`, which computes what a `ContextParallelCache` says."""
+    """Returns a method `attend` for an `LSGPTAttention`, that attends as a `ContextParallelCache` prescribes."""
     attend = layer.attend
 
     @wraps(attend)
@@ -215,7 +215,7 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
             `torch.distributed`.
 
     Returns:
-        A function that ends this.
+        A function that undoes this.
 
     Raises:
         ValueError: If the model is of another kind. In training steps: if the inputs contain something that cannot be

@@ -44,7 +44,7 @@ class SplitLinear(nn.Linear):
         return output.view(*input.shape[:-1], -1)
 
     def _takes_parts(self, input: torch.Tensor) -> bool:
-        # Quantised, sharded and fake weights are of other types.
+        # Quantized, sharded and fake weights are of other types.
         is_plain = type(input) is torch.Tensor and type(self.weight) is nn.Parameter
         is_float32_on_cpu = input.device.type == "cpu" and self.weight.dtype == input.dtype == torch.float32
         is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing())

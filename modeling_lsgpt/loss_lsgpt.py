@@ -145,7 +145,7 @@ def causal_lm_loss(
     Args:
         hidden_states (`(B, T, d)`): Inputs of the output projection.
         lm_head: The output projection. If it only multiplies by its weight, the weight is used directly; otherwise (an
-            adapter, a quantised or sharded weight, hooks, soft-capping) it is called, and again in the backward pass.
+            adapter, a quantized or sharded weight, hooks, soft-capping) it is called, and again in the backward pass.
         labels (`(B, T)`): Token ids; each token predicts the next one.
         num_items_in_batch: Divisor of the summed loss; by default the number of targets in this batch.
         ignore_index: The label of tokens that are not predicted.
@@ -211,7 +211,7 @@ def _summed_loss(lm_head, states, targets, teacher, ignore_index, label_smoothin
 
 def _is_plain_matrix(lm_head: Any, device: torch.device) -> bool:
     """Whether calling `lm_head` only multiplies by its weight, and the whole weight is available on `device`."""
-    if type(lm_head) not in (nn.Linear, SplitLinear):  # an adapter, a quantised layer
+    if type(lm_head) not in (nn.Linear, SplitLinear):  # an adapter, a quantized layer
         return False
     # FSDP2 and DeepSpeed, for example, gather the weight in hooks.
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -219,7 +219,7 @@ def _is_plain_matrix(lm_head: Any, device: torch.device) -> bool:
         not any(getattr(lm_head, name) for name in hooks)
         and "forward" not in vars(lm_head)  # Accelerate's hooks load the weight from the CPU or disk
         and lm_head.bias is None
-        and type(lm_head.weight) in (torch.Tensor, nn.Parameter)  # not quantised, not sharded
+        and type(lm_head.weight) in (torch.Tensor, nn.Parameter)  # not quantized, not sharded
         and lm_head.weight.shape == (lm_head.out_features, lm_head.in_features)  # not an empty placeholder
         and lm_head.weight.device == device
     )

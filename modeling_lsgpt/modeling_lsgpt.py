@@ -56,8 +56,8 @@ class LSGPTSinusoidalPositions(nn.Module):
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Maps positions `(B, T)` to embeddings `(B, T, hidden_size)` in float32, alternating sines and cosines."""
-        exponents = torch.arange(0, self.hidden_size, 2, device=position_ids.device) / self.hidden_size
-        angles = position_ids[..., None].float() / 10_000.0**exponents
+        even = torch.arange(0, self.hidden_size, 2, dtype=torch.float32, device=position_ids.device)
+        angles = position_ids[..., None].float() / 10_000.0 ** (even / self.hidden_size)
         return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
 
@@ -194,7 +194,7 @@ class LSGPTAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
-            hidden_states (`(B, T, hidden_size)`): Normalised input of the layer.
+            hidden_states (`(B, T, hidden_size)`): Normalized input of the layer.
             attention_mask: The masks of each kind of head.
             position_embeddings: Cosines and sines `(B, T, D)` of the rotary embedding, or `None`.
             past_key_values: The cache, updated here.
@@ -349,7 +349,7 @@ class LSGPTDecoderLayer(GradientCheckpointingLayer):
 
 
 class LSGPTPreTrainedModel(PreTrainedModel):
-    """Base class of the LSGPT models: configuration, weight initialisation and supported features of Transformers."""
+    """Base class of the LSGPT models: configuration, weight initialization and supported features of Transformers."""
 
     config: LSGPTConfig
     base_model_prefix = "model"
@@ -382,7 +382,7 @@ class LSGPTPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LSGPTAttention) and module.sinks is not None:
             init.zeros_(module.sinks)
-        # GPT-2's scaled initialisation: the residual stream is a sum over 2L branches. The projections are marked,
+        # GPT-2's scaled initialization: the residual stream is a sum over 2L branches. The projections are marked,
         # because Transformers does not call this for custom modules without parameters of their own.
         if getattr(module, "writes_to_residual_stream", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
@@ -503,10 +503,13 @@ class LSGPTModel(LSGPTPreTrainedModel):
         checkpoints = self.gradient_checkpointing and self.training
         # Before Transformers 5.24, this includes passes that no gradients flow through.
         checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
-        if checkpoints and past_key_values.get_seq_length() > 0:
+        # Those of split sequences can, see `split_sequences`.
+        checkpoints = checkpoints and not any(getattr(x, "_can_checkpoint_with_cache", False) for x in self.layers)
+        if checkpoints:
             raise ValueError(
-                "`past_key_values` must be empty with gradient checkpointing, which computes layers again without "
-                "them; call `model.gradient_checkpointing_disable()` first, or `model.eval()`"
+                "`past_key_values` must be None with gradient checkpointing, which leaves them empty, so that "
+                "`generate` would see one token at a time; call `model.eval()` or "
+                "`model.gradient_checkpointing_disable()` first, or pass use_cache=False"
             )
 
     def _default_position_ids(
@@ -660,6 +663,9 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
 class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on the last token of each sequence."""
 
+    # The generic classes return the mean of a batch, whatever `Trainer` says about the other batches of a step.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)  # the generic class would look for the decoder in `AutoModel`
         self.num_labels = config.num_labels
@@ -670,6 +676,8 @@ class LSGPTForSequenceClassification(GenericForSequenceClassification, LSGPTPreT
 
 class LSGPTForTokenClassification(GenericForTokenClassification, LSGPTPreTrainedModel):
     """The decoder with a classification head on each token."""
+
+    accepts_loss_kwargs = False
 
     def __init__(self, config: LSGPTConfig):
         LSGPTPreTrainedModel.__init__(self, config)

@@ -203,6 +203,7 @@ def describe_visibility(
     # chunk of a prompt, but not for every decoded token.
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
+    has_empty_slots = getattr(past_key_values, "is_compileable", False)
     first_layers: dict[str, int] = {}
     for layer_idx, (kind, _) in enumerate(config.cache_layers):
         first_layers.setdefault(kind, layer_idx)
@@ -210,11 +211,14 @@ def describe_visibility(
     masks: dict[str, torch.Tensor | None] = {}
     padding_mask = documents = first_key = None
     is_finished = isinstance(attention_mask, dict)
+    if not (attention_mask is None or isinstance(attention_mask, dict | torch.Tensor)):
+        got = type(attention_mask).__name__
+        raise ValueError(f"`attention_mask` must be a tensor, such as a boolean mask of 4 dimensions; got a {got}")
     if isinstance(attention_mask, dict):
         masks = attention_mask
         check_dictionary(masks, first_layers, batch_size, q_length)
     elif attention_mask is not None and attention_mask.ndim == 4:
-        check_mask(attention_mask, batch_size, q_length, past_length)
+        check_mask(attention_mask, batch_size, q_length, past_length, has_empty_slots)
         masks = dict.fromkeys(first_layers, attention_mask)
     elif attention_mask is not None:
         if attention_mask.ndim != 2 or isinstance(past_length, int):
@@ -261,7 +265,7 @@ def describe_visibility(
             mask=None if mask is None else mask.to(device).expand(batch_size, -1, -1, -1),
             has_sinks=HEAD_KINDS[kind].has_sinks and bool(config.attention_sinks),
             sink_window=config.window(kind) if config.attention_sinks == FULL_WINDOW else None,
-            has_empty_slots=getattr(past_key_values, "is_compileable", False),
+            has_empty_slots=has_empty_slots,
             batch_size=batch_size,
             device=device,
         )
@@ -286,8 +290,8 @@ def find_documents(
 
     Returns:
         `(B, P + T)` document numbers, -1 for cached tokens of earlier documents; or `None` if every row holds one
-        document. If values cannot be inspected, numbers are always returned, with two exceptions: a single token while
-        tracing, and several tokens after a past of unknown length.
+        document. If values cannot be inspected, numbers are always returned, except for several tokens after a past of
+        unknown length.
     """
     length = position_ids.shape[-1]
     if isinstance(past_length, torch.Tensor):
@@ -295,7 +299,7 @@ def find_documents(
             return None
         index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
         return _earlier_tokens(padding_mask & (index < past_length), position_ids)
-    if length == 1 and (past_length == 0 or is_tracing(position_ids)):
+    if length == 1 and past_length == 0:
         return None
     may_look = may_look_at(position_ids, length)
     index = torch.arange(length, device=position_ids.device)

@@ -26,7 +26,7 @@ from lsgpt.modeling_lsgpt import (
     describe_visibility,
     local_lsgpt,
 )
-from lsgpt.modeling_lsgpt.attention_lsgpt import Past
+from lsgpt.modeling_lsgpt.attention_lsgpt import Beginning, Past
 from lsgpt.modeling_lsgpt.local_lsgpt import past_attention_forward
 
 
@@ -588,6 +588,44 @@ def test_chunks_of_a_long_prompt_are_not_masked(tiny_model, monkeypatch):
         # Global and local heads of each chunk; at first, the past is short, then only windows have masks.
         assert kinds == [None, 5, Past(50), 5, Past(100), 5, Past(150), 5]
         torch.testing.assert_close(torch.cat(chunks, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "sinks", "needs_gradients", "kind"),
+    [
+        (29, "full_window", False, (29, None)),
+        (29, "full_window", True, 4),  # for a gradient of the sinks
+        (29, True, False, 4),
+        (29, False, True, None),
+        (30, False, True, None),
+        (30, "full_window", False, 4),
+        (36, "full_window", True, (29, 4)),
+        (37, "full_window", True, (29, 5)),
+        (61, False, True, (29, 5)),
+        (120, "full_window", True, (29, 5)),
+        (120, True, True, 5),
+        (121, "full_window", True, 5),
+    ],
+)
+def test_first_tokens_need_no_mask(tiny_model, monkeypatch, length, sinks, needs_gradients, kind):
+    masks, results = [], []
+    create = attention_lsgpt.sdpa_mask
+    for engine in ("sdpa", "eager"):
+        values = {"sliding_window": 30, "attention_sinks": sinks, "num_key_value_heads": 3, "num_global_heads": 2}
+        model = tiny_model(torch.float64, engine, **values)
+        ids = torch.arange(2 * length).view(2, length) % 97
+        functions = attention_lsgpt.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+        monkeypatch.setitem(functions, "sdpa", lambda **options: masks.append(create(**options)) or masks[-1])
+        with torch.set_grad_enabled(needs_gradients):
+            output = model(ids, labels=ids)
+        gradients = torch.autograd.grad(output.loss, list(model.parameters())) if needs_gradients else ()
+        results.append((output.logits, *gradients))
+    torch.testing.assert_close(*results)
+    of_local = masks[1]
+    if isinstance(of_local, Beginning):
+        assert (of_local.length, of_local.rest if of_local.rest is None else of_local.rest.ndim) == kind
+    else:
+        assert (of_local if of_local is None else of_local.ndim) == kind
 
 
 @pytest.mark.parametrize("values", [{"sliding_window": 40}, {"sliding_window": 100, "attention_sinks": True}])

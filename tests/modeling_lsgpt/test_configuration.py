@@ -16,6 +16,10 @@ ROPE = {"position_embedding_type": "rope"}
 BAD_VALUES = {
     "window of one": ({"sliding_window": 1}, "`sliding_window` must be at least 2"),
     "negative window": ({"sliding_window": -5}, "got -5"),
+    "unknown sinks": (
+        {"attention_sinks": "full-window"},
+        "`attention_sinks` must be one of False, True, full_window; got 'full-window'",
+    ),
     "heads not divisible": ({"num_attention_heads": 8, "num_key_value_heads": 3}, "divisor of `num_attention_heads`"),
     "heads of a fraction": ({"hidden_size": 100}, "`hidden_size` must be a multiple of `num_attention_heads` (12)"),
     "no heads": ({"num_attention_heads": 0}, "`num_attention_heads` must be a positive integer; got 0"),

@@ -358,6 +358,12 @@ def test_flash_attention_gets_every_option_but_positions(monkeypatch):
     attend(module, states, states, states, None, position_ids=positions, **options)
     assert given == options
 
+    # Queries in float32 that Transformers casts, as PEFT leaves them beside quantized weights.
+    module.modules = lambda: [torch.nn.Linear(1, 1, dtype=torch.bfloat16)]
+    given.clear()
+    attend(module, states.float(), states, states, None, **options)
+    assert given == options
+
 
 @torch.no_grad()
 def test_flash_attention_gets_windows_and_padding(tiny_model, flash_calls):
@@ -448,6 +454,12 @@ def test_flex_attention_as_on_a_gpu(tiny_model, monkeypatch, values):
     with torch.compiler.set_stance("force_eager"):
         actual = tiny_model(engine="flex_attention", **values)(ids).logits
     torch.testing.assert_close(actual, tiny_model(engine="eager", **values)(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_mask_of_inference_mode_is_one_for_training():
+    visibility = visibility_lsgpt.Visibility(q_length=77, kv_length=77, window=9)
+    with torch.inference_mode():
+        assert not attention_lsgpt.flex_mask(visibility, LSGPTConfig()).kv_indices.is_inference()
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

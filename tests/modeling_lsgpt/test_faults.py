@@ -110,7 +110,8 @@ def test_a_cache_that_is_reset_holds_no_memory(tiny_model):
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
-def test_a_filled_cache_beside_gradient_checkpointing_is_refused(tiny_model):
+def test_a_cache_beside_gradient_checkpointing_is_refused(tiny_model):
+    """It stays empty there, so that `generate` would continue the last token alone."""
     model = tiny_model(num_global_heads=0)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -118,13 +119,22 @@ def test_a_filled_cache_beside_gradient_checkpointing_is_refused(tiny_model):
     model.gradient_checkpointing_enable()
     # Transformers keeps the cache where no gradients flow from 5.24 on.
     for needs_gradients in {True, CACHE == "cache"}:
-        with torch.set_grad_enabled(needs_gradients), pytest.raises(ValueError, match="must be empty with gradient"):
-            model.train()(torch.randint(97, (1, 4)), past_key_values=cache)
+        for past in (cache, DynamicCache(config=model.config)):
+            with (
+                torch.set_grad_enabled(needs_gradients),
+                pytest.raises(ValueError, match="must be None with gradient"),
+            ):
+                model.train()(torch.randint(97, (1, 4)), past_key_values=past)
     model.eval()(torch.randint(97, (1, 4)), past_key_values=cache)
+    ids = torch.randint(97, (2, 12))
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    model.train()
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False, use_cache=False), expected)
     if CACHE == "cache":
-        ids = torch.randint(97, (2, 12))
-        expected = model.generate(ids, max_new_tokens=20, do_sample=False)
-        assert torch.equal(model.train().generate(ids, max_new_tokens=20, do_sample=False), expected)
+        assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
+    else:
+        with pytest.raises(ValueError, match="must be None with gradient"):
+            model.generate(ids, max_new_tokens=20, do_sample=False)
 
 
 @torch.no_grad()
@@ -163,16 +173,18 @@ def test_text_that_continues_packed_documents(tiny_model, implementation, is_pad
 
 @torch.no_grad()
 def test_single_tokens_after_packed_documents_on_a_static_cache(tiny_model):
-    model = tiny_model()
-    ids, positions = torch.randint(97, (1, 40)), torch.cat([torch.arange(15), torch.arange(25)])[None]
-    expected = model(ids[:, 15:]).logits[:, 20:]
-    cache = StaticCache(model.config, max_cache_len=50)
-    model(ids[:, :35], position_ids=positions[:, :35], past_key_values=cache)
-    logits = [
-        model(ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache).logits
-        for i in range(35, 40)
-    ]
-    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+    """Rows of two documents that begin together, and rows that do not."""
+    model, ids = tiny_model(), torch.randint(97, (2, 40))
+    for starts in ((15,), (15, 22)):
+        positions = torch.stack([torch.cat([torch.arange(start), torch.arange(40 - start)]) for start in starts])
+        cache = StaticCache(model.config, max_cache_len=50)
+        parts = [
+            model(ids[:, part], position_ids=positions[:, part], past_key_values=cache).logits
+            for part in (slice(35), *(slice(i, i + 1) for i in range(35, 40)))
+        ]
+        for row, (logits, start) in enumerate(zip(torch.cat(parts[1:], dim=1), starts * 2)):
+            expected = model(ids[row : row + 1, start:]).logits[0, -5:]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

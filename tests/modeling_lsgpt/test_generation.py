@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers.exporters.utils import get_leaf_tensors
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.modeling_lsgpt import GLOBAL, LOCAL
@@ -331,6 +332,15 @@ def test_a_cache_that_was_changed_by_others_goes_on(tiny_model):
     torch.testing.assert_close(continued(cache, (1, 0)), expected[[1, 0]])
 
     cache = prefilled()
+    cache.batch_repeat_interleave(2)
+    assert cache.layers[0].buffers is None
+    torch.testing.assert_close(continued(cache, (0, 0, 1, 1)), expected[[0, 0, 1, 1]])
+    cache = prefilled()
+    cache.batch_select_indices(torch.tensor([1]))
+    assert cache.layers[0].buffers is None
+    torch.testing.assert_close(continued(cache, (1,)), expected[[1]])
+
+    cache = prefilled()
     twin = copy.deepcopy(cache)
     torch.testing.assert_close(continued(cache), expected)
     torch.testing.assert_close(continued(twin), expected)
@@ -355,8 +365,9 @@ def test_a_cache_of_inference_mode_is_used_outside(tiny_model):
         cache = model(tokens[:, :10]).past_key_values
         model(tokens[:, 10:20], past_key_values=cache)
     with torch.no_grad():
-        logits = model(tokens[:, 20:], past_key_values=cache).logits
-        torch.testing.assert_close(logits, model(tokens).logits[:, 20:])
+        # A token for which the buffers have room, and several for which they have none.
+        parts = [model(part, past_key_values=cache).logits for part in tokens[:, 20:].split((1, 9), dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits[:, 20:])
 
 
 def test_gradients_flow_through_a_cache(tiny_model):
@@ -410,6 +421,16 @@ def test_an_offloaded_layer_has_no_spare_room(tiny_model):
     assert cache.layers[0].buffers is not None
     cache.layers[0].offload()
     assert cache.layers[0].buffers is None
+
+
+@torch.no_grad()
+def test_exporters_find_no_more_tensors_in_a_cache_than_it_has(tiny_model):
+    """What is compared with the outputs of an exported decoding step, whose cache has no buffers."""
+    model, cache = tiny_model(), None
+    for length in (20, 1):
+        cache = model(torch.randint(97, (1, length)), past_key_values=cache, use_cache=True).past_key_values
+    assert cache.layers[0].buffers is not None
+    assert not any("buffers" in name for name in get_leaf_tensors({"cache": cache}))
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ def test_z_loss_and_smoothing_are_those_of_their_formulas(tiny_model, settings, 
     torch.testing.assert_close(output.loss, dense)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
     name = next(iter(settings))
-    with pytest.raises(ValueError, match=f"`{name}|`label_smoothing` must be unset without `skip_logits`"):
+    with pytest.raises(ValueError, match=f"`({name}|label_smoothing)` must be unset without `skip_logits`"):
         model(**inputs)
     if smoothing:
         with pytest.raises(ValueError, match="`label_smoothing` must be 0 with `teacher_logits`"):
@@ -349,7 +349,14 @@ def _with_gradient_hook(model):
     model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
 
 
-@pytest.mark.parametrize("change", [_with_bias, _with_input_hook, _with_own_forward, _with_gradient_hook])
+def _with_hook_before_the_gradient(model):
+    model.lm_head.register_full_backward_pre_hook(lambda module, outputs: (2 * outputs[0],))
+
+
+CHANGES = [_with_bias, _with_input_hook, _with_own_forward, _with_gradient_hook, _with_hook_before_the_gradient]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_head_changes_the_loss(tiny_model, change):
     model, ids = tiny_model(), batch()
     change(model)
@@ -360,4 +367,13 @@ def test_an_empty_placeholder_is_no_matrix(tiny_model):
     head = tiny_model().lm_head
     assert _is_plain_matrix(head, torch.device("cpu"))
     head.weight.data = torch.empty(0)
+    assert not _is_plain_matrix(head, torch.device("cpu"))
+
+
+def test_a_weight_of_another_kind_is_no_matrix(tiny_model):
+    class Sharded(torch.nn.Parameter):
+        pass
+
+    head = tiny_model().lm_head
+    head.weight = Sharded(head.weight.detach())
     assert not _is_plain_matrix(head, torch.device("cpu"))

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, infer_auto_device_map
 from accelerate.state import AcceleratorState
 from reference import reference_logits
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -29,7 +30,7 @@ from lsgpt import (
     LSGPTForTokenClassification,
     LSGPTModel,
 )
-from lsgpt.modeling_lsgpt.modeling_lsgpt import logger
+from lsgpt.modeling_lsgpt.modeling_lsgpt import LSGPTSinusoidalPositions, logger
 from lsgpt.modeling_lsgpt.visibility_lsgpt import find_documents
 
 
@@ -144,15 +145,15 @@ def test_packed_documents_continue_from_a_cache(tiny_model, engine, padding, is_
 @pytest.mark.parametrize("cache_type", [DynamicCache, partial(StaticCache, max_cache_len=70)])
 def test_packed_documents_continue_from_a_cache_in_a_compiled_model(tiny_model, fresh_compiler, cache_type):
     model = tiny_model(torch.float64).requires_grad_(False)
-    documents = [torch.randint(97, (1, n)) for n in (30, 9, 24)]
+    documents = [torch.randint(97, (1, n)) for n in (30, 9, 25)]
     packed = torch.cat(documents, dim=1)
-    positions = torch.cat([torch.arange(n) for n in (30, 9, 24)])[None]
+    positions = torch.cat([torch.arange(n) for n in (30, 9, 25)])[None]
     alone = torch.cat([model(document).logits for document in documents], dim=1)
     compiled = torch.compile(model, backend="eager")
     cache = cache_type(config=model.config)
     parts = [
         compiled(packed[:, part], position_ids=positions[:, part], past_key_values=cache).logits
-        for part in (slice(20), slice(20, 34), slice(34, 63))
+        for part in (slice(20), slice(20, 34), slice(34, 40), slice(40, 41), slice(41, 64))
     ]
     torch.testing.assert_close(torch.cat(parts, dim=1), alone)
 
@@ -181,7 +182,7 @@ def test_a_custom_mask_of_cached_and_new_tokens(tiny_model, engine, is_boolean, 
     """In chunks beside a cache that has dropped what local heads no longer see."""
     model = tiny_model(torch.float64, engine, attention_sinks=sinks).requires_grad_(False)
     ids = torch.randint(97, (2, 40))
-    mask = (torch.rand(2, 1, 40, 40) < 0.6).tril() | torch.eye(40).bool()
+    mask = allowed = (torch.rand(2, 1, 40, 40) < 0.6).tril() | torch.eye(40).bool()
     if not is_boolean:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
     cache, logits, begin = DynamicCache(config=model.config), [], 0
@@ -189,20 +190,22 @@ def test_a_custom_mask_of_cached_and_new_tokens(tiny_model, engine, is_boolean, 
         part = mask[:, :, begin : begin + size, : begin + size]
         logits.append(model(ids[:, begin : begin + size], attention_mask=part, past_key_values=cache).logits)
         begin += size
-    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids, attention_mask=mask).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids, attention_mask=allowed).logits)
 
 
 @pytest.mark.parametrize("engine", ["eager", "sdpa"])
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "additive"])
-def test_a_custom_mask_need_not_cover_the_empty_slots_of_a_static_cache(tiny_model, engine, is_boolean):
+def test_a_custom_mask_may_cover_the_empty_slots_of_a_static_cache(tiny_model, engine, is_boolean):
     model, ids = tiny_model(torch.float64, engine).requires_grad_(False), torch.randint(97, (2, 12))
     mask = torch.ones(2, 1, 12, 12).tril().bool()
     mask[1, :, 4:, 2] = False
     if not is_boolean:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-    torch.testing.assert_close(logits, model(ids, attention_mask=mask).logits)
+    expected = model(ids, attention_mask=mask).logits
+    for num_slots in (0, 4):
+        whole = torch.nn.functional.pad(mask, (0, num_slots), value=False if is_boolean else mask.min().item())
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        torch.testing.assert_close(model(ids, attention_mask=whole, past_key_values=cache).logits, expected)
 
 
 def test_positions_that_go_on_from_a_cache_are_one_document():
@@ -311,6 +314,10 @@ def test_logits_to_keep(tiny_model):
         with pytest.raises(ValueError, match="`logits_to_keep` must not be a mask with `labels`"):
             model(input_ids, logits_to_keep=mask, labels=input_ids[mask], skip_logits=skip_logits)
     torch.testing.assert_close(model(input_ids, logits_to_keep=mask[0]).logits, logits[:, mask[0]])
+    expected = torch.nn.functional.cross_entropy(logits[:, -3:-1].flatten(0, 1), input_ids[:, -2:].flatten())
+    for skip_logits in (False, True):
+        options = {"labels": input_ids[:, -3:], "logits_to_keep": 3, "skip_logits": skip_logits}
+        torch.testing.assert_close(model(input_ids, **options).loss, expected)
 
 
 def test_inputs_embeds(tiny_model):
@@ -347,14 +354,26 @@ def test_attentions_of_cached_steps_stand_on_the_full_key_axis(tiny_model, stati
     cache = StaticCache(config=model.config, max_cache_len=50) if static else DynamicCache(config=model.config)
     with torch.no_grad():
         expected = model(input_ids, output_attentions=True, use_cache=False).attentions
+        plain = model(input_ids, use_cache=False).logits
         start = 0
         for chunk in input_ids.split((20, 1, 15, 9), dim=1):
             outputs = model(chunk, past_key_values=cache, use_cache=True, output_attentions=True)
             stop = start + chunk.shape[1]
+            torch.testing.assert_close(outputs.logits, plain[:, start:stop], rtol=1e-4, atol=1e-4)
             for actual, whole in zip(outputs.attentions, expected):
                 torch.testing.assert_close(actual[..., :stop], whole[:, :, start:stop, :stop])
                 assert not actual[..., stop:].any()  # slots of a static cache that no token has filled yet
             start = stop
+
+
+def test_sinusoids_do_not_depend_on_the_default_dtype():
+    positions, embed = torch.arange(500)[None], LSGPTSinusoidalPositions(64)
+    expected = embed(positions)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.testing.assert_close(embed(positions), expected, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_predictions_of_a_trainer_are_logits_alone(tiny_model, tmp_path):
@@ -362,6 +381,24 @@ def test_predictions_of_a_trainer_are_logits_alone(tiny_model, tmp_path):
     trainer = Trainer(tiny_model(), TrainingArguments(str(tmp_path), use_cpu=True, use_cache=True, report_to="none"))
     row = {"input_ids": list(range(12)), "labels": list(range(12))}
     assert trainer.predict([row] * 3).predictions.shape == (3, 12, 97)
+
+
+@pytest.mark.parametrize("kind", [LSGPTForSequenceClassification, LSGPTForTokenClassification])
+def test_accumulated_batches_of_a_classifier_are_averaged(tiny_config, tmp_path, kind):
+    """Unlike those of Transformers' own classifiers, whose gradients are summed."""
+    shape = () if kind is LSGPTForSequenceClassification else (16,)
+    ids, labels = torch.randint(1, 97, (8, 16)).tolist(), torch.randint(3, (8, *shape)).tolist()
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+    logs = []
+    for count in (1, 4):
+        torch.manual_seed(0)
+        model = kind(tiny_config(num_labels=3, pad_token_id=0, classifier_dropout=0.0))
+        sizes = {"per_device_train_batch_size": 8 // count, "gradient_accumulation_steps": count}
+        options = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": "none"}
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **options, **sizes), train_dataset=rows)
+        trainer.train()
+        logs.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_model):
@@ -507,6 +544,17 @@ BAD_INPUTS = {
     "4-D mask too short": (
         {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 1, 5, 4)},
         "a 4-D `attention_mask` must have shape (2, 1, 5, 5)",
+    ),
+    "4-D mask too long": (
+        {"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 1, 5, 6)},
+        "a 4-D `attention_mask` must have shape (2, 1, 5, 5)",
+    ),
+    "a mask of blocks": (
+        {
+            "input_ids": torch.ones(2, 5).long(),
+            "attention_mask": create_block_mask(noop_mask, 2, 1, 5, 5, "cpu"),
+        },
+        "`attention_mask` must be a tensor, such as a boolean mask of 4 dimensions; got a BlockMask",
     ),
     "positions too many": (
         {"input_ids": torch.ones(2, 5).long(), "position_ids": torch.arange(6)[None]},
