@@ -260,7 +260,7 @@ outputs, relative to the outputs of its layer, as a share of the total over all 
 {num_tokens[0]:,} tokens of {text}."""
     else:
         measured = f"""The score of a head is how fast the loss
-rises as the head becomes local, while all heads are halfway there, as a share of the total over all heads. It is the
+rises as the head becomes local, with every head half local, as a share of the total over all heads. It is the
 loss at the answers in passages that hide numbers in {text}, plus the loss in the text around them."""
     heads = [
         [f"**{x:.2%}**" if head in chosen else f"{x:.2%}" for head, x in enumerate(row)]

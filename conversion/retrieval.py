@@ -60,7 +60,7 @@ class Passage(NamedTuple):
     """Where the text that was used ends: what comes next in the text would continue the passage."""
 
     def with_questions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Joins the text and all questions. Returns token ids and labels, -100 but for the digits of the answers."""
+        """Joins the text and all questions. Returns token ids and labels, -100 except at the digits of the answers."""
         ids = torch.cat([self.ids, *(question.ids for question in self.questions)])
         digits = [torch.arange(len(q.ids)) >= len(q.ids) - q.answer_length for q in self.questions]
         is_answer = torch.cat([torch.zeros(len(self.ids), dtype=torch.bool), *digits])
@@ -146,7 +146,7 @@ def ask(model: PreTrainedModel, passage: Passage) -> list[list[bool]]:
 
     Returns:
         For each question, whether each token with digits of the answer is the most likely one, given those before. All
-        are if and only if greedy text would begin with the right number.
+        are if and only if greedy decoding would begin with the correct number.
     """
     cache, questions = read(model, passage.ids), passage.questions
     cache.batch_repeat_interleave(len(questions))

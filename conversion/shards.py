@@ -56,6 +56,7 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
         return None
 
     config, folder, is_new = convert_config(source_config, found), Path(folder), not Path(folder).exists()
+    generation_config = _generation_config(source)
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[Path] = []
     try:
@@ -71,14 +72,14 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
                         pending = {}
                     pending[new_name] = new.contiguous()
         parts.append(_write(pending, folder / f"part-{len(parts)}"))
+        del tensor, new, pending
+        return _finish(config, generation_config, folder, parts)
     except BaseException:
         for path in folder.iterdir():
             path.unlink()
         if is_new:
             folder.rmdir()
         raise
-    del tensor, new, pending
-    return _finish(config, _generation_config(source), folder, parts)
 
 
 def _find_files(source: str | Path) -> list[Path]:

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.patches import Rectangle
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -25,7 +26,7 @@ from lsgpt.conversion import (
     recall,
     with_global_heads,
 )
-from lsgpt.conversion.calibration import _cost_lengths, count_global_heads, write_report
+from lsgpt.conversion.calibration import _cost_lengths, count_global_heads, plot_scores, write_report
 from lsgpt.conversion.heads import SINK_LOGITS
 from lsgpt.conversion.retrieval import KINDS, make_passages
 from lsgpt.modeling_lsgpt import attention_layers
@@ -50,24 +51,24 @@ GROUPED = {
 """All that changes how heads are permuted and measured."""
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
+def make_gpt2(folder, num_steps):
     """
-    A folder with a trained GPT-2 and its tokenizer of bytes, and a file of text like that which it has read.
+    Fills a folder with a GPT-2 and its tokenizer of bytes, and a file of text like that which it has read.
 
     The text is the source of Python's standard library, in passages of 32 characters, each followed by itself. So some
     heads have to look 32 characters back, while others serve the spelling of what comes next; text as it stands would
     teach heads to differ only in a far longer training.
     """
     torch.manual_seed(0)
+    held_out = 100
     source = "".join(load_documents("stdlib")["train"]["text"]).encode("ascii", "ignore").decode()
-    starts = torch.randint(len(source) - PASSAGE, (12_900,)).tolist()
+    starts = torch.randint(len(source) - PASSAGE, (held_out + 16 * num_steps,)).tolist()
     # With the end-of-text token, a document fills a block.
     documents = [(source[start : start + PASSAGE] * 2)[:-1] for start in starts]
     tokenizer = train_tokenizer([], vocab_size=258)
     end = tokenizer.eos_token_id
     blocks = torch.tensor([[*ids, end] for ids in tokenizer(documents)["input_ids"]])
-    size, held_out = blocks.shape[1], 100
+    size = blocks.shape[1]
 
     config = GPT2Config(
         vocab_size=258,
@@ -87,15 +88,13 @@ def gpt2(tmp_path_factory):
     angles = torch.arange(size)[:, None] / 10_000 ** (torch.arange(0, 64, 2) / 64)
     model.transformer.wpe.weight.data = 0.3 * torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
-    batches = blocks[held_out:].split(16)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=len(batches), pct_start=0.1)
-    for batch in batches:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=max(num_steps, 1), pct_start=0.1)
+    for batch in blocks[held_out:].view(num_steps, 16, size):
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
 
-    folder = tmp_path_factory.mktemp("gpt2")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     lines = [json.dumps({"text": text}) for text in documents[:held_out]]
@@ -104,15 +103,15 @@ def gpt2(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def converted(gpt2):
-    """The trained model as LSGPT, blocks of text to measure on and to evaluate, and what each balance chooses."""
-    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(gpt2 / "model")
-    text = str(gpt2 / "text.jsonl")
-    by_balance = {
-        balance: calibrate(model, tokenizer, text, COUNT, WINDOW, balance) for balance in ("layer", "overall")
-    }
-    return model, read_blocks(text, tokenizer, 64, 32), by_balance
+def gpt2(tmp_path_factory):
+    """The folder of a trained model."""
+    return make_gpt2(tmp_path_factory.mktemp("gpt2"), 800)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """The folder of a model whose text does not matter."""
+    return make_gpt2(tmp_path_factory.mktemp("untrained"), 0)
 
 
 @pytest.fixture
@@ -351,6 +350,26 @@ def test_change_is_the_same_on_every_engine(grouped_model, engine):
     torch.testing.assert_close(actual.text, expected.text, rtol=1e-4, atol=1e-4)
 
 
+def test_heads_of_a_model_in_half_precision_are_measured(grouped_model):
+    """As most models on the Hub are: what is summed is in float32."""
+    model, blocks = grouped_model(), torch.randint(97, (2, 40))
+    passages = [(ids, ids) for ids in blocks]
+    expected = measure_changes(model, blocks, 8, passages)
+    actual = measure_changes(model.bfloat16(), blocks, 8, passages)
+    torch.testing.assert_close(actual.text, expected.text, rtol=0.1, atol=0.01)
+    torch.testing.assert_close(actual.retrieval, expected.retrieval, rtol=0.2, atol=0.05)
+    assert with_global_heads(model, [[0], [1]], 8, actual.sinks).dtype == torch.bfloat16
+
+
+def test_the_picture_frames_the_chosen_heads(tmp_path, monkeypatch):
+    corners = []
+    monkeypatch.setattr(
+        "lsgpt.conversion.calibration.Rectangle", lambda xy, *x, **y: corners.append(xy) or Rectangle(xy, *x, **y)
+    )
+    plot_scores(tmp_path / "heads.png", torch.rand(2, 4), [[3], [0, 1]])
+    assert corners == [(2.5, -0.5), (-0.5, 0.5), (0.5, 0.5)]
+
+
 def test_head_that_looks_far_back_is_chosen(tiny_model):
     """It attends to a few keys wherever they are; the others, whose queries are their keys, to their own token."""
     model = tiny_model(num_global_heads=6, num_key_value_heads=3, position_embedding_type="none")
@@ -420,18 +439,18 @@ def test_impossible_shares_of_the_cache(tiny_config):
 
 
 @pytest.mark.parametrize(("window", "lengths"), [(6, 6 * [24]), (30, 3 * [60])])
-def test_all_of_the_text_is_measured(gpt2, monkeypatch, window, lengths):
+def test_all_of_the_text_is_measured(untrained, monkeypatch, window, lengths):
     """
     A block has whole pieces, and the report's number of tokens is that of the pieces. These have four windows if this
     is within limits, and two in any case.
     """
-    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
-    tokenizer, pieces = AutoTokenizer.from_pretrained(gpt2 / "model"), []
+    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(untrained / "model"))
+    tokenizer, pieces = AutoTokenizer.from_pretrained(untrained / "model"), []
     monkeypatch.setattr("lsgpt.conversion.calibration.MEASURED_LENGTHS", (20, 48))
     monkeypatch.setattr(
         "lsgpt.conversion.calibration.measure_changes", lambda *x: pieces.extend(x[1]) or measure_changes(*x)
     )
-    calibration = calibrate(model, tokenizer, str(gpt2 / "text.jsonl"), 4, window, max_blocks=3)
+    calibration = calibrate(model, tokenizer, str(untrained / "text.jsonl"), 4, window, max_blocks=3)
     assert [len(piece) for piece in pieces] == lengths
     assert calibration.num_tokens == (sum(lengths), sum(lengths))
 
@@ -446,31 +465,34 @@ def test_only_models_with_global_heads_alone_are_taken(tiny_model):
         with_global_heads(tiny_model(num_global_heads=6, num_key_value_heads=3), [[0], [3]], 8, sinks)
 
 
-@pytest.mark.parametrize("balance", ["layer", "overall", "passages"])
-def test_calibrated_choice_beats_first_and_random_heads(balance, converted):
+def test_calibrated_choice_beats_first_and_random_heads(gpt2):
     """
     Random heads are all choices that there are, and the first heads those of the model with its heads in turned order,
     because the order of heads is chance. Passages, here of the same text, choose by the loss.
     """
-    model, (blocks, held_out), by_balance = converted
-    held_out, sinks = held_out[:12], by_balance["overall"].changes.sinks
-    if balance == "passages":
-        is_repeated = torch.arange(2 * PASSAGE) >= PASSAGE
-        passages = [(ids, ids.where(is_repeated, -100)) for ids in blocks[:8]]
-        choice = choose_global_heads(measure_changes(model, blocks[:8], WINDOW, passages).scores, COUNT)
-    else:
-        choice = by_balance[balance].global_kv_heads
+    model = convert_pretrained(GPT2LMHeadModel.from_pretrained(gpt2 / "model"))
+    tokenizer, text = AutoTokenizer.from_pretrained(gpt2 / "model"), str(gpt2 / "text.jsonl")
+    blocks, held_out = read_blocks(text, tokenizer, 64, 32)
+    calibration = calibrate(model, tokenizer, text, COUNT, WINDOW)
+    held_out, changes = held_out[:12], calibration.changes
 
     def evaluate(heads):
-        return perplexity(with_global_heads(model, heads, WINDOW, sinks), held_out)
+        return perplexity(with_global_heads(model, heads, WINDOW, changes.sinks), held_out)
 
     sets = list(itertools.combinations(range(HEADS), 2))
     random = [evaluate(heads) for heads in itertools.product(sets, repeat=LAYERS)]
     first = [evaluate([[(turn + i) % HEADS for i in range(2)]] * LAYERS) for turn in range(HEADS)]
-    chosen = evaluate(choice)
-    assert chosen < 1.3 * perplexity(model, held_out)
-    assert sum(random) / len(random) > 1.5 * chosen
-    assert sum(first) / len(first) > 1.5 * chosen
+    is_repeated = torch.arange(2 * PASSAGE) >= PASSAGE
+    passages = [(ids, ids.where(is_repeated, -100)) for ids in blocks[:8]]
+    for choice in (
+        calibration.global_kv_heads,
+        choose_global_heads(changes.scores, COUNT, "layer"),
+        choose_global_heads(measure_changes(model, blocks[:8], WINDOW, passages).scores, COUNT),
+    ):
+        chosen = evaluate(choice)
+        assert chosen < 1.3 * perplexity(model, held_out)
+        assert sum(random) / len(random) > 1.5 * chosen
+        assert sum(first) / len(first) > 1.5 * chosen
 
 
 def test_command(gpt2, tmp_path, capsys):
@@ -589,13 +611,13 @@ def test_result_can_be_fine_tuned(gpt2, tmp_path):
         (["--cache-share", "0.2", "--balance", "layer"], "with `balance` layer: global key/value heads, 2 of 8"),
     ],
 )
-def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, capsys):
+def test_mistakes_get_one_line_and_status_2(untrained, options, message, tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("a few words")
     options = [option.replace("SHORT", str(short)) for option in options]
     if "--calibrate" not in options:
-        options += ["--calibrate", str(gpt2 / "text.jsonl")]
-    assert lsgpt_cli.main(["convert", str(gpt2 / "model"), str(tmp_path / "out"), *options]) == 2
+        options += ["--calibrate", str(untrained / "text.jsonl")]
+    assert lsgpt_cli.main(["convert", str(untrained / "model"), str(tmp_path / "out"), *options]) == 2
     output, errors = capsys.readouterr()
     assert "Calibration" not in output  # nothing was measured in vain
     last_line = errors.splitlines()[-1]
@@ -604,8 +626,8 @@ def test_mistakes_get_one_line_and_status_2(gpt2, options, message, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_a_calibration_that_there_is_not(gpt2, tmp_path, capsys):
-    command = ["convert", str(gpt2 / "model"), str(tmp_path / "out"), "--balance", "layer", "--max-blocks", "7"]
+def test_options_of_a_calibration_that_there_is_not(untrained, tmp_path, capsys):
+    command = ["convert", str(untrained / "model"), str(tmp_path / "out"), "--balance", "layer", "--max-blocks", "7"]
     assert lsgpt_cli.main(command) == 2
     message = "`text` (`--calibrate`) must be given with `balance` and `max_blocks`: heads are measured on it"
     assert message in capsys.readouterr().err

@@ -36,6 +36,7 @@ from lsgpt.conversion import (
     convert,
     convert_pretrained,
     load_pretrained,
+    pretrained,
     shards,
     with_global_heads,
 )
@@ -313,6 +314,7 @@ def test_converted_from_memory_it_computes_what_it_does_from_a_folder(llama, tmp
             "`hidden_act` of a llama model to convert must be an activation.*'sine'",
         ),
         (LlamaConfig, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized with gptq"),
+        (LlamaConfig, {"vocab_size": "97"}, "the configuration of .* cannot be read: .*vocab_size"),
     ],
 )
 def test_refused_configurations(config_class, values, message, tmp_path):
@@ -389,6 +391,21 @@ def test_refused_weights(tmp_path):
         ValueError, match=r"unknown: model.layers.0.self_attn.k_proj.bias.*mlp.down_proj.weight \(48, 80"
     ):
         load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown: model.layers.0.self_attn.k_proj.bias"):
+        convert(tmp_path, tmp_path / "out")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"the weights of .* cannot be loaded"):
+        convert(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_no_safetensors(tmp_path):
+    source = make_source()
+    source.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
+    model, _ = convert(tmp_path, tmp_path / "out")
+    assert relative_error(model, source, torch.randint(4, 97, (2, 50))) <= 1e-5
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Phi3Config, Gemma3TextConfig])
@@ -519,6 +536,14 @@ def test_a_tokenizer_of_a_vocabulary_and_merges(tmp_path):
     (tmp_path / "source" / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     convert(tmp_path / "source", tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"])
+def test_files_that_show_that_there_is_a_tokenizer(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: "the tokenizer")
+    assert pretrained.load_tokenizer(tmp_path) is None
+    (tmp_path / name).write_text("{}")
+    assert pretrained.load_tokenizer(tmp_path) == "the tokenizer"
 
 
 def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):
