@@ -104,7 +104,7 @@ class RunArguments:
     _argument_group_name = "the run"
 
     z_loss: float = HfArg(default=0.0, help="Weight of the z-loss, the squared log-partition; published: 1e-4.")
-    max_logit_every_n_steps: int = HfArg(default=50, help="Measure attention logits every this many steps; 0: never.")
+    max_logit_every_n_steps: int = HfArg(default=50, help="Measure attention logits once in so many steps; 0: never.")
     on_explosion: str = HfArg(
         default="warn",
         help="What to do if an attention logit exceeds 100: warn, stop or clip (QK-clip, which then measures "

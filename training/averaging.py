@@ -107,7 +107,8 @@ class AveragedWeightsCallback(TrainerCallback):
     A training that does not resume starts with the average `w_0`. Averages are in float32, whatever the dtype of the
     weights, and on the same device. The averaged model has the dtype of the weights; its buffers and frozen parameters
     are those that the model has at that time. With FSDP2, every process averages its own shards, and only as many
-    processes can resume. DeepSpeed's ZeRO-3 and FSDP1 are not supported.
+    processes can resume. DeepSpeed's ZeRO-3 and FSDP1 are not supported. Callbacks that change weights, such as a
+    `LogitTelemetryCallback` with `on_explosion="clip"`, must come before this one.
 
     Attributes:
         averages: The average of every trained parameter, by name; with FSDP2, of this process's shards. Empty before
@@ -346,6 +347,17 @@ def check_updates(settings: dict[str, Any], max_steps: int):
             f"`every_n_steps` of the average must be at most the {max_steps} steps of the training, or the average "
             f"stays the untrained model; got {settings['every_n_steps']}"
         )
+
+
+def initial_share(averaging: dict[str, Any], max_steps: int) -> float:
+    """The weight of the initial weights in the average of `max_steps` steps, given what `read_averaging` returns."""
+    steps = range(averaging["every_n_steps"], max_steps + 1, averaging["every_n_steps"])
+    if averaging["kind"] == "bema":
+        ages = [averaging["rho"] + averaging["gamma"] * step for step in steps]
+        return math.prod(1 - age ** -averaging["kappa"] for age in ages) - ages[-1] ** -averaging["eta"]
+    if averaging["kind"] == "ema":
+        return averaging["decay"] ** len(steps)
+    return math.prod(min(averaging["decay"], (1 + n) / (10 + n)) for n in range(1, len(steps) + 1))
 
 
 def check_averages(checkpoint: str | Path, kind: str):

@@ -131,13 +131,18 @@ class SaveOnSignalCallback(StoppingCallback):
             control.should_log = True  # because a checkpoint does not contain the losses since the last log
 
     def _remember(self, signal_number, frame):
-        while frame is not None and frame.f_code is not Trainer.train.__code__:
+        while frame is not None and not self._is_of(frame):
             frame = frame.f_back
         if frame is None:  # an exception has ended the training, and nobody will look
             self._cleanup.close()
             os.kill(os.getpid(), signal_number)
             return
         self._is_pending = True  # and no more: launchers pass a signal on, so that a process may get it twice
+
+    def _is_of(self, frame) -> bool:
+        """Whether a frame is `Trainer.train` of a Trainer with this callback."""
+        is_training = frame.f_code is Trainer.train.__code__
+        return is_training and self in frame.f_locals["self"].callback_handler.callbacks
 
 
 class StepTimerCallback(TrainerCallback):

@@ -113,7 +113,7 @@ def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> 
 
 
 def check_parallelism(args: TrainingArguments):
-    """Makes the context parallelism of a run ours. Raises `ValueError` for sequence parallelism."""
+    """Replaces Accelerate's context parallelism in a run with ours. Raises `ValueError` for sequence parallelism."""
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()  # reads the other variables that `accelerate launch` sets

@@ -1,4 +1,4 @@
-"""What a run came to: one typed result, made at its end, which reports, comparisons and model cards read."""
+"""The outcome of a run: one typed result, made at its end, which reports, comparisons and model cards read."""
 
 import json
 import math

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from lsgpt.configuration import LSGPTConfig, load_config, load_recipe
 
-from .arguments import Arguments
+from .arguments import Arguments, DataArguments
 from .averaging import check_averages
 from .context_parallel import processes_per_row
 from .folders import check_checkpoint
@@ -20,6 +20,16 @@ OPTIMIZER_FIELDS = (
     *("learning_rate", "sink_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
 )
 """What an optimizer's state belongs to, or contains: when a run resumes, it replaces the settings of the arguments."""
+
+
+_STREAM_NAMES = {
+    DataArguments: ("dataset_name", "dataset_config_name", "text_column", "block_size", "respect_boundaries"),
+    TrainingArguments: ("seed", "data_seed", "dataloader_num_workers"),
+}
+STREAM_FIELDS = {
+    name: kind.__dataclass_fields__[name].default for kind, names in _STREAM_NAMES.items() for name in names
+}
+"""What determines the rows of a stream and their order, with the defaults."""
 
 
 def check_resuming(checkpoint: str | Path, arguments: Arguments):
@@ -72,9 +82,11 @@ def check_model(checkpoint: str | Path, arguments: Arguments):
 def check_stream(checkpoint: str | Path, arguments: Arguments):
     """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
     args, rest = arguments.training, "Otherwise, the stream would not continue where it was"
-    workers = recipe_before(checkpoint, arguments).get("dataloader_num_workers", 0)
-    if (now := args.dataloader_num_workers) != workers:
-        raise ValueError(f"`dataloader_num_workers` must be {workers}, as before; got {now}. {rest}")
+    recipes = recipe_before(checkpoint, arguments), arguments.recipe
+    for name, default in STREAM_FIELDS.items():
+        old, now = (recipe.get(name, default) for recipe in recipes)
+        if old != now:
+            raise ValueError(f"`{name}` must be {old}, as before; got {now}. {rest}")
     state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
     rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # as it was found
     blocks = rows * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))

@@ -84,7 +84,8 @@ def soft_log_probs(
     """
     Returns the log-probabilities of soft steps under the model that gives `logits`: the log-density `-g - exp(-g)` of
     the noise `g = clamp((u - log(p + 1e-6)) / noise_factor, -1.5, 3)`, averaged over the candidates with
-    `log(p + 1e-6) > -3`. (The density of u has a constant besides, which ratios do not.) `noise_factor` is positive.
+    `log(p + 1e-6) > -3`. (The density of u has another constant factor, which cancels in
+    ratios.) `noise_factor` is positive.
 
     Logits are `(..., V)`, candidates and u `(..., k)`, and the result `(...)`. The gradient flows through p, the
     probabilities among the candidates only. If none of them is likely enough, the log-probability is 0.

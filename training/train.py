@@ -29,7 +29,7 @@ from lsgpt.utilities import encode_prompt, load_complete, with_unit
 from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
-from .averaging import AveragedWeightsCallback, check_updates
+from .averaging import AveragedWeightsCallback, check_updates, initial_share
 from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
 from .context_parallel import check_parallelism
 from .data import (
@@ -60,6 +60,9 @@ STREAM_BUFFER = 1000
 
 TOKENIZER_CHARACTERS = 20_000_000
 """A tokenizer is trained on at most this many characters of the text."""
+
+MAX_INITIAL_SHARE = 0.05
+"""With a larger weight of untrained weights in an average, a run warns."""
 
 NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
@@ -136,9 +139,18 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         sink_learning_rate=arguments.model.sink_learning_rate,
         save_card=save_card,
     )
-    if arguments.run.averaging is not None and args.max_steps == -1:  # only now known how many steps the epochs have
-        *_, max_steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
-        check_updates(arguments.run.averaging, max_steps)
+    if (averaging := arguments.run.averaging) is not None:
+        max_steps = args.max_steps
+        if max_steps == -1:  # only now known how many steps the epochs have
+            *_, max_steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
+            check_updates(averaging, max_steps)
+        share = initial_share(averaging, max_steps)
+        if share > MAX_INITIAL_SHARE and not arguments.model.model_name_or_path:
+            print(
+                f"The average of {max_steps} steps will keep {share:.0%} of the untrained weights: better "
+                "`--averaging ema-warmup`, or more steps",
+                flush=True,
+            )
     return trainer
 
 

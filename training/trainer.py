@@ -125,7 +125,7 @@ class LSGPTTrainer(Trainer):
         return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """As in `Trainer`, but every process gets other rows, also those that share the sequences of the training."""
+        """As in `Trainer`, but every process gets different rows, even those that share sequences in training."""
         with self._rows_for_all_processes():
             loader = super().get_eval_dataloader(eval_dataset)
         loader.is_for_all_processes = True  # for `evaluation_inputs`
@@ -174,7 +174,7 @@ class LSGPTTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
-        """As in `Trainer`, and the averages too: a checkpoint counts as complete once it has the state, saved last."""
+        """As in `Trainer`, but saves averages first: a checkpoint is complete once it has the state, saved last."""
         super()._save_optimizer_and_scheduler(output_dir)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AveragedWeightsCallback):
@@ -182,7 +182,7 @@ class LSGPTTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # every process saves its part of sharded averages
 
     def _run_epoch(self, *args, **kwargs):
-        """As in `Trainer`, but without a step too many after resuming from the last one."""
+        """As in `Trainer`, but takes no extra step after resuming from the last one."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:

@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
 from lsgpt.training import AVERAGES, AveragedWeightsCallback, LSGPTTrainer, averaging, parse_arguments
-from lsgpt.training.averaging import check_averages
+from lsgpt.training.averaging import check_averages, initial_share, read_averaging
 from lsgpt.training.data import train_tokenizer
 from lsgpt.training.folders import find_checkpoint
 
@@ -145,6 +145,14 @@ def plain_average(steps, kind, every_n_steps=None, decay=None, kappa=0.5, eta=0.
             d = min(decay, (1 + updates) / (10 + updates)) if kind == "ema-warmup" else decay
             average = d * average + (1 - d) * weight.double()
     return average
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_how_much_of_the_initial_weights_is_left(kind, settings):
+    steps = [torch.ones(()), *torch.zeros(9)]
+    share = initial_share(read_averaging({"kind": kind, **settings}), 9)
+    assert share == pytest.approx(plain_average(steps, kind, **settings).item(), abs=1e-12)
+    assert abs(share) > 1e-4
 
 
 def assert_averages(callback, remembered, kind, **settings):

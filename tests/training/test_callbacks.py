@@ -192,6 +192,17 @@ def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path, caplog,
             Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=callbacks).train()
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [1]
+
+        class Kill(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        # Another training, whose signals are none of the callback of the one before.
+        callbacks = [SaveOnSignalCallback(), Fail()]
+        with pytest.raises(RuntimeError, match="in the middle"):
+            Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=callbacks).train()
+        Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[Kill()]).train()
+        assert received == [1, 1]
         trainer = Trainer(tiny_model().train(), args, train_dataset=rows, callbacks=[SaveOnSignalCallback()])
         thread = threading.Thread(target=trainer.train)
         thread.start()
@@ -199,7 +210,7 @@ def test_sigterm_after_an_exception_or_in_a_thread(tiny_model, tmp_path, caplog,
         assert trainer.state.global_step == 1
         assert "SIGTERM will not save a checkpoint" in caplog.text
         os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [1, 1]
+        assert received == [1, 1, 1]
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -170,6 +170,8 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
 
     for option, message in (
         ("--dataloader_num_workers=1", f"`dataloader_num_workers` must be {workers}, as before; got 1"),
+        ("--seed=1", r"`seed` must be \d+, as before; got 1\. Otherwise, the stream"),
+        ("--respect_boundaries=true", "`respect_boundaries` must be False, as before; got True"),
         ("--per_device_train_batch_size=1", r"as many tokens as before \(1,728 in 9 steps\); got 96\. Otherwise"),
     ):
         resume = ["--resume_from_checkpoint", str(whole / "checkpoint-9"), "--output_dir", str(tmp_path / "more")]
@@ -550,6 +552,21 @@ def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeyp
     (tmp_path / "text.txt").write_text(LONG_TEXT[:1500], encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         build_trainer(arguments)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "fields", "said"),
+    [
+        ({"kind": "ema", "decay": 0.9}, {"max_steps": -1, "num_train_epochs": 1}, True),
+        ({"kind": "ema", "decay": 0.7}, {"max_steps": 9}, False),
+    ],
+)
+def test_an_average_of_mostly_untrained_weights_is_announced(recipe, averaging, fields, said, tmp_path, capsys):
+    folder = str(tmp_path / "run")
+    trainer = build_trainer(parse_arguments(recipe(averaging=averaging, **fields), ["--output_dir", folder]))
+    *_, max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    sentence = f"The average of {max_steps} steps will keep {averaging['decay'] ** max_steps:.0%} of the untrained"
+    assert (sentence in capsys.readouterr().out) == said
 
 
 def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):
