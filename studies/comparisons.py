@@ -306,13 +306,12 @@ def log_rank(first: Sequence[float], second: Sequence[float], cap: float) -> tup
 def decide(first: Sequence[float], second: Sequence[float], equal: bool, margin: float | None) -> Finding:
     """The verdict on differences `first - second` of the same seeds; see `Comparison`."""
     num_seeds = len(first)
-    if not all(map(math.isfinite, (*first, *second))):
-        ends = [{math.isfinite(value) for value in values} for values in (first, second)]
-        verdict = INCONCLUSIVE  # one run that diverged decides nothing
-        if num_seeds > 1 and ends in ([{True}, {False}], [{False}, {True}]):
-            verdict = CONTRADICTED if equal or ends[0] == {False} else SUPPORTED
-        return Finding(verdict, num_seeds=num_seeds)
     differences = [a - b for a, b in zip(first, second)]
+    if not all(map(math.isfinite, differences)):
+        verdict = INCONCLUSIVE  # one run that diverged decides nothing
+        if num_seeds > 1 and set(differences) in ({math.inf}, {-math.inf}):
+            verdict = SUPPORTED if differences[0] < 0 and not equal else CONTRADICTED
+        return Finding(verdict, num_seeds=num_seeds)
     effect = statistics.fmean(differences)
     if num_seeds < 2:
         return Finding(INCONCLUSIVE, effect=effect, num_seeds=num_seeds)

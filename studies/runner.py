@@ -64,11 +64,13 @@ def run_study(
     work = folder / study.work
     work.mkdir(parents=True, exist_ok=True)
     file = work / "fields.json"
-    if file.exists() and (earlier := json.loads(file.read_text(encoding="utf-8"))) != list(fields):
-        raise ValueError(
-            f"`--output-dir` must be new, or hold runs with the same fields; those in {folder} have "
-            f"{' '.join(earlier) or 'none'}"
-        )
+    earlier = [json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+    for before in (*earlier, *(line["fields"] for line in read_lines(folder))):
+        if before != list(fields):
+            raise ValueError(
+                f"`--output-dir` must be new, or hold runs with the same fields; those in {folder} have "
+                f"{' '.join(before) or 'none'}"
+            )
     study.prepare(work, arms, fields)
     if study.recipe is not None:
         file.write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
@@ -165,6 +167,9 @@ def read_runs(study: Study, folder: str | Path) -> Runs:
     runs: dict[str, list[dict]] = {arm: [] for arm in study.arms}
     for line in read_lines(folder):
         if line["arm"] in runs:
+            if any(run["seed"] == line["seed"] for run in runs[line["arm"]]):
+                of_run = f"{line['arm']} with seed {line['seed']}"
+                raise ValueError(f"{folder} must have one run of each arm and seed; got two of {of_run}")
             runs[line["arm"]].append({"seed": line["seed"], **with_nan(line["values"])})
     return {arm: of_arm for arm, of_arm in runs.items() if of_arm}
 
@@ -192,7 +197,8 @@ def write_report(study: Study, folder: str | Path) -> Path:
     sizes = sorted({len(of_arm) for of_arm in runs.values()})
     counts = " or ".join(map(str, sizes)).replace(" or ", ", ", len(sizes) - 2)
     counts += " seed" if counts == "1" else " seeds"
-    # A run that was trained on another machine has as `seconds` those of its measuring alone.
+    # "At least": a run that was trained on another machine has as `seconds` those of its measuring alone, and one that
+    # was interrupted those since it went on.
     seconds = format_duration(sum(max(x["seconds"], x["values"].get("train_seconds") or 0) for x in lines))
     made_with = {key: "; ".join(sorted({x["environment"][key] for x in lines})) for key in lines[0]["environment"]}
     changes = f"\n\n**Changed after results existed.** {study.changes}" if study.changes else ""
@@ -220,7 +226,7 @@ arm and none of the other. A claim stays open as long as its runs are missing.
 
 {study.protocol}{changes}
 
-{len(lines)}{wanted} runs: {len(runs)} arms with {counts} each; {seconds} of computing in total.
+{len(lines)}{wanted} runs: {len(runs)} arms with {counts} each; at least {seconds} of computing in total.
 Tables show means ± sample standard deviations over seeds.{again}
 
 ## Results

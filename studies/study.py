@@ -125,7 +125,10 @@ class TrainingStudy(Study):
         `ValueError` or `ImportError` if an arm's recipe is invalid, or needs a package that is missing.
         """
         base = self.base(fields)
+        given = {field.removeprefix("--").partition("=")[0] for field in fields if field.startswith("--")}
         for arm in arms:
+            if own := sorted(given & {"seed", "output_dir", *self.arms[arm]} - {"config_overrides"}):
+                raise ValueError(f"`{own[0]}` must not be given, because every run of {arm} has its own")
             join_arm(base.recipe, arm, self.arms[arm])
         if _trained_tokenizer(base) and not (folder / "tokenizer").exists():
             make_tokenizer(base.data, base.build_config(), load_texts(base.data)).save_pretrained(folder / "tokenizer")

@@ -18,8 +18,10 @@ from lsgpt.studies.comparisons import (
     Metric,
     Sooner,
     decide,
+    less,
     log_rank,
 )
+from lsgpt.studies.long_runs import gap_closes, use_of_context
 
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,23 @@ def test_runs_that_diverged_decide_only_together():
     for run in runs["b"]:
         run["diverged"] = True  # the last good weights have a loss, which does not count
     assert Comparison("us", LOSS, "a", "b").judge(runs).verdict == "supported"
+    # What diverged is subtracted here: a gain over it is without bound, and a lead without bound is no gain.
+    runs |= runs_of(c=[1.0, 1.1], d=[0.9, 1.1])
+    gain, other = less("a", "b"), less("c", "d")
+    assert Comparison("us", LOSS, gain, other).judge(runs).verdict == "supported"
+    assert Comparison("us", LOSS, other, gain).judge(runs).verdict == "contradicted"
+
+
+def test_a_gap_that_a_divergence_leaves_has_not_closed():
+    falls = {"a": [(3.0, 2.0), (3.1, 2.0)], "b": [(3.0, math.nan), (3.1, math.nan)]}
+    runs = {
+        arm: [{"seed": seed, "validation": {"5000": x, "20000": y}} for seed, (x, y) in enumerate(losses)]
+        for arm, losses in falls.items()
+    }
+    assert gap_closes("us", "a", "b").judge(runs).verdict == "contradicted"
+    contexts = {"64": 2.0, "512": math.nan}
+    diverged = {"a": [{"seed": seed, "by_context": contexts} for seed in (1, 2)]}
+    assert use_of_context("a", 512).judge(diverged).verdict == "contradicted"
 
 
 def test_a_number_the_best_of_several_and_a_gate():

@@ -171,6 +171,10 @@ def test_what_was_drawn_is_what_is_trained_with(small_study, monkeypatch):
 
     def train_small(model, data, seed, folder, options, callbacks, **more):
         found.extend((options, *callbacks))
+        row = next(iter(data))
+        length = small_study.trained_length
+        assert len(set(row["input_ids"])) == len(row["input_ids"]) == length + 1
+        assert row["labels"].tolist() == [-100, *row["input_ids"][1:]]
         raise InterruptedError
 
     monkeypatch.setattr("lsgpt.studies.set_complement.train_small", train_small)
@@ -193,3 +197,10 @@ def test_models_of_other_seeds_begin_with_other_weights(tmp_path, monkeypatch):
     arm = next(iter(study.arms))
     first, again, other = (study.run(arm, seed, tmp_path, [])["trainings"] for seed in (1, 1, 2))
     assert first == again and not {*first.values()} & {*other.values()}
+
+    def dropouts(model, drawn, seed):
+        return {name: getattr(model.config, f"{name}_dropout") for name in ("attention", "resid", "embd")}, drawn
+
+    monkeypatch.setattr(study, "train_and_measure", dropouts)
+    for remedy, (found, drawn) in study.run(arm, 1, tmp_path, [])["trainings"].items():
+        assert set(found.values()) == {drawn["dropout"] if remedy == "dropout" else 0.0}

@@ -20,7 +20,7 @@ from lsgpt.studies import __main__ as one_run
 from lsgpt.studies.comparisons import LOSS, format_values
 from lsgpt.studies.equal_time import BudgetCallback, rate_at
 from lsgpt.studies.grid import sensitivity
-from lsgpt.studies.long_runs import growth
+from lsgpt.studies.long_runs import gaps_of, growth
 from lsgpt.studies.measurements import logits_of, losses_by_context, parts_of_logits
 from lsgpt.studies.runner import read_runs, result_file, word_comparisons
 from lsgpt.studies.study import (
@@ -28,6 +28,7 @@ from lsgpt.studies.study import (
     Stream,
     Study,
     collect,
+    join_arm,
     spike_score,
     thin,
     train_small,
@@ -96,6 +97,11 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     assert (copy / "report.md").read_text() == text
     with pytest.raises(ValueError, match="`--output-dir` must be new, or hold runs with the same fields"):
         run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=small_fields(max_steps="13"))
+    with pytest.raises(ValueError, match=rf"with the same fields; those in {copy} have --dataset_name text.txt"):
+        run_study(load_study("learning-rates"), 2, [arm], copy, fields=small_fields(max_steps="13"))
+    (copy / "runs.jsonl").write_text(2 * (copy / "runs.jsonl").read_text())
+    with pytest.raises(ValueError, match=rf"must have one run of each arm and seed; got two of {arm} with seed 42"):
+        write_report(load_study("learning-rates"), copy)
 
     # A crash while the line was written: the run's results are still there, and become a line again.
     runs_file = report.parent / "runs.jsonl"
@@ -137,6 +143,8 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch, trained_on):
             (["learning-rates", "--report", "x", option, "3"], "`--report` must stand alone")
             for option in ("--only", "--seeds", "--processes", "--output-dir", "--max_stps")
         ),
+        (["learning-rates", "--seed", "3"], "`seed` must not be given, because every run of mhsa-lr0.001 has its own"),
+        (["lengths", "--block_size=64"], "`block_size` must not be given, because every run of mhsa-n64 has its own"),
         (["learning-rates", "--max_stps", "3"], "unknown field '--max_stps'; did you mean '--max_steps'"),
     ],
 )
@@ -217,6 +225,45 @@ def test_every_arm_is_a_recipe(name, tmp_path):
     study = load_study(name)
     (tmp_path / "tokenizer").mkdir()  # there is one
     study.prepare(tmp_path, study.arms, ())
+
+
+RATES = {"paper-size": 6e-4, "equal-time": 1.2e-3, "lengths": 1e-2, "sparse-dependencies": 3e-2}
+RATES |= dict.fromkeys(("positions-long", "long-training"), 2.4e-3)
+STEPS = {**dict.fromkeys(("paper-size", "positions-long", "long-training"), 20_000), "equal-time": 10_000_000}
+SCHEDULES = {"paper-size": 600_000, "equal-time": 600_000, "positions-long": 240_000, "long-training": 240_000}
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if isinstance(load_study(name), TrainingStudy)])
+def test_arms_are_what_they_are_called(name):
+    study = load_study(name)
+    base = study.base(()).recipe
+    for arm, fields in study.arms.items():
+        parts, numbers = re.split("-(?!only)", arm), dict(re.findall(r"-(lr|n)([\d.]+)", arm))
+        arguments = join_arm(base, arm, fields)
+        config, training = arguments.build_config(), arguments.training
+        heads = {"mhsa": 6, "ls": 1, "layers": [0, 0, 0, 0, 0, 6], "local-only": 0}[parts[0]]
+        assert (config.num_attention_heads, config.num_global_heads) == (6, heads), arm
+        position = "rope" if name == "equal-time" else next((x for x in ("rope", "none") if x in parts), "learned")
+        assert config.position_embedding_type == position, arm
+        assert config.qk_norm == ("qknorm" in parts or name == "equal-time"), arm
+        assert bool(config.attention_sinks) == ("sinks" in parts), arm
+        assert config.attn_logit_softcapping == (50.0 if "softcap" in parts else None), arm
+        assert arguments.run.z_loss == (1e-4 if "zloss" in parts else 0), arm
+        assert arguments.run.on_explosion == ("clip" if "qkclip" in parts else "warn"), arm
+        assert (arguments.recipe.get("optim") == "adagc") == ("adagc" in parts), arm
+        assert training.learning_rate == float(numbers.get("lr") or RATES[name]), arm
+        length = 2048 if study.recipe == "paper-v1" else int(numbers.get("n", 512))
+        assert arguments.data.block_size == length == config.max_position_embeddings, arm
+        assert config.sliding_window == (50 if study.recipe == "paper-v1" else 12), arm
+        assert (training.max_steps, training.logging_steps) == (STEPS.get(name, 600), 1), arm
+        assert training.lr_scheduler_kwargs.get("num_training_steps") == SCHEDULES.get(name), arm
+
+
+def test_gaps_are_those_at_the_same_steps():
+    first = {"seed": 1, "curves": {"loss": [(2, 5.0), (4, 4.0), (6, 3.0)]}}
+    second = {"seed": 1, "curves": {"loss": [(4, 3.5), (6, 3.25)]}}
+    (gap,) = gaps_of({"mhsa": [first], "ls": [{**second, "validation": {}}]})["mhsa - ls"]
+    assert gap["curves"]["loss"] == [(4, 0.5), (6, -0.25)]
 
 
 def test_long_runs_are_measured(tmp_path, monkeypatch):

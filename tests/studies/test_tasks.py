@@ -140,6 +140,29 @@ def test_answers_are_those_that_were_given(task):
             assert (ids[places] == ids[places - size]).all()
         found.extend(distances[places])
     assert min(found) < 20 and max(found) > 40
+    # Other rows have other answers: nothing can be learned by heart.
+    following = {}
+    for _ in range(20):
+        ids, labels, _ = TASKS[task](generator, 96, 64)
+        for place in np.flatnonzero(labels >= 0):
+            following.setdefault(ids[place - 1], set()).add(ids[place])
+    assert min(map(len, following.values())) >= 3
+
+
+def test_arms_of_time_to_learn_are_what_they_are_called(tmp_path, monkeypatch):
+    found = []
+
+    def train_small(model, data, seed, folder, options, callbacks):
+        found.append((model.config.num_global_heads, options["learning_rate"], data.seed, options["max_steps"]))
+
+    monkeypatch.setattr("lsgpt.studies.time_to_learn.train_small", train_small)
+    study = load_study("time-to-learn")
+    monkeypatch.setattr(study, "eval_rows", 2)
+    for arm in ("recall-0-lr0.001", "copy-3-lr0.004", "recall-6-lr0.002"):
+        task, count, rate = arm.replace("lr", "").split("-")
+        assert study.arms[arm][0] == task
+        study.run(arm, 44, tmp_path, ())
+        assert found.pop() == (int(count), float(rate), 44, 6000)
 
 
 class Oracle(nn.Module):
