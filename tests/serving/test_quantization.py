@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
+from vllm.model_executor.models.interfaces import SupportsQuant
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.serving import modeling_vllm
 from lsgpt.serving.modeling_vllm import check_fits, in_rank_order
 
 
@@ -220,6 +222,12 @@ def test_a_layer_is_quantized_where_the_checkpoint_is(checkpoint, layer):
     with pytest.raises(ValueError, match=f"`quantization_config` must say which .* got `{name}` of type {checkpoint}"):
         check_fits(name, torch.zeros(2, dtype=checkpoint), torch.zeros(2, dtype=layer))
     check_fits(name, torch.zeros(2, dtype=checkpoint), torch.zeros(2, dtype=checkpoint))
+
+
+def test_vllm_tells_the_quantization_which_layers_are_packed():
+    """On every CPU; what follows from it is tested above, where there are kernels."""
+    assert issubclass(modeling_vllm.LSGPTForCausalLM, SupportsQuant)
+    assert set(modeling_vllm.LSGPTForCausalLM.packed_modules_mapping) == {"qkv_proj", "gate_up_proj"}
 
 
 def test_tensors_that_vllm_does_not_know():
