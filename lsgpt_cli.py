@@ -530,7 +530,7 @@ def _convert(args: argparse.Namespace) -> int:
         print(f"  {name:<34}{value}")
     if calibration is not None:
         kinds = next(iter(calibration.retrieval.values()), {})
-        found = f", and the share of numbers found ({', '.join(kinds)})" if kinds else ""
+        found = f", and the fraction of numbers found ({', '.join(kinds)})" if kinds else ""
         print(f"\nPerplexity on held-out text{found}:")
         for name, *values in format_quality(calibration):
             print(f"  {name:<40}{'  '.join(values)}")

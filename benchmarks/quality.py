@@ -145,7 +145,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
     """
-    Summarises what was measured of all models, one row for each. Ratios are to the first model, on the blocks and
+    Summarizes what was measured of all models, one row for each. Ratios are to the first model, on the blocks and
     passages that have been measured with both; their intervals, of 95%, are those of the mean over blocks (Student's
     t).
     """

@@ -189,7 +189,7 @@ def cache_methods() -> str:
         of_others = (cell for each in others for cell in figures(each.get(method)))
         lines.append([method, *figures(row), *of_others, time, *properties])
     columns = "perplexity | numbers found | bytes held"
-    header = " | ".join(["method", columns, *(f"{share}%: {columns}" for share in shares)])
+    header = " | ".join(["method", f"20%: {columns}", *(f"{share}%: {columns}" for share in shares)])
     return with_sources(f"{header} | prefill time | memory freed | cheaper prefill | served", lines, *files)
 
 
@@ -288,7 +288,7 @@ def split() -> str:
                 f"{row['seconds'] / first['seconds']:.2f}",
             ]
         )
-    header = "model | tokens | processes | memory | times less | received | share of the time"
+    header = "model | tokens | processes | memory | reduction factor | received | relative time"
     return with_sources(header, rows, "split.json")
 
 

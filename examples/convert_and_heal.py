@@ -4,7 +4,7 @@ Makes the KV cache of a pretrained model smaller, heals the model with the origi
     python examples/convert_and_heal.py HuggingFaceTB/SmolLM2-135M-Instruct books
 
 The model is one that `lsgpt convert` takes: a folder, a GGUF file or a name on the Hub. The text is a file or a
-folder, best like what the model will see in use.
+folder, ideally similar to what the model will see in use.
 """
 
 import argparse
@@ -25,7 +25,7 @@ parser.add_argument("--cache-share", type=float, default=0.2, help="of the origi
 parser.add_argument(
     "--blocks", type=int, default=4, help="blocks to choose on, and to compare on; default: %(default)s"
 )
-parser.add_argument("--steps", type=int, default=200, help="steps of training; default: %(default)s")
+parser.add_argument("--steps", type=int, default=110, help="steps of training; default: %(default)s")
 options = parser.parse_args()
 
 converted, healed = Path(options.output, "converted"), Path(options.output, "healed")

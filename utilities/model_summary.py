@@ -1,4 +1,4 @@
-"""Summarises a model: its shape and size, and its costs compared with plain multi-head attention."""
+"""Summarizes a model: its shape and size, and its costs compared with plain multi-head attention."""
 
 from lsgpt.modeling_lsgpt import FULL_WINDOW, LOCAL, LSGPTConfig
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import count_tokens_sent
