@@ -109,7 +109,7 @@ def targets() -> str:
         if (x := read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, *pair, length)))
     ]
     return (
-        f"Of the project's [own targets](../benchmarks/targets.py), {len(verdicts)} have been measured, and "
+        f"Of the project's [own targets](../benchmarks/targets.py) for CPUs, {len(verdicts)} have been measured, and "
         f"{sum(verdicts)} of these are met."
     )
 

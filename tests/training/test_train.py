@@ -557,7 +557,7 @@ def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("averaging", "fields", "said"),
     [
-        ({"kind": "ema", "decay": 0.9}, {"max_steps": -1, "num_train_epochs": 1}, True),
+        ({"kind": "ema", "decay": 0.99}, {"max_steps": -1, "num_train_epochs": 1}, True),
         ({"kind": "ema", "decay": 0.7}, {"max_steps": 9}, False),
     ],
 )
