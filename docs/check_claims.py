@@ -376,7 +376,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(
             README,
-            "after one core-hour, it is {} and shrinking, and {} larger (perhaps 0) without global heads.\n-",
+            "after one core-hour: {}, shrinking; {} more (perhaps 0) without global heads.\n-",
             mean(minus(loss["mhsa"], loss["ls"]), 2),
             mean(minus(loss["ls"], loss["local-only"]), 2),
         ),
