@@ -173,7 +173,7 @@ class SeenTokens(NamedTuple):
 
 
 def attend_in_spans(layer: nn.Module) -> Callable:
-    """Returns a method `attend` for an `LSGPTAttention`, that attends as a `ContextParallelCache` prescribes."""
+    """Returns a method `attend` for an `LSGPTAttention` that attends as a `ContextParallelCache` prescribes."""
     attend = layer.attend
 
     @wraps(attend)

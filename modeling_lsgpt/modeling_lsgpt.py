@@ -503,9 +503,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
         checkpoints = self.gradient_checkpointing and self.training
         # Before Transformers 5.24, this includes passes that no gradients flow through.
         checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
-        # Those of split sequences can, see `split_sequences`.
-        checkpoints = checkpoints and not any(getattr(x, "_can_checkpoint_with_cache", False) for x in self.layers)
-        if checkpoints:
+        # In a training step, an empty cache stays empty, as in other models; without gradients, it is for `generate`.
+        if checkpoints and (past_key_values.get_seq_length() > 0 or not torch.is_grad_enabled()):
             raise ValueError(
                 "`past_key_values` must be None with gradient checkpointing, which leaves them empty, so that "
                 "`generate` would see one token at a time; call `model.eval()` or "
