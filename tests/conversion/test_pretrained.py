@@ -30,6 +30,7 @@ from transformers import (
 )
 
 import lsgpt_cli
+from lsgpt import LSGPTForCausalLM
 from lsgpt.conversion import (
     Sinks,
     budget_heads,
@@ -517,6 +518,18 @@ def test_weights_that_are_not_finite_leave_nothing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="must be finite"):
         convert(tmp_path / "source", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_conversion_whose_last_step_fails_leaves_nothing(tmp_path, monkeypatch):
+    make_source().save_pretrained(tmp_path / "source")
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(LSGPTForCausalLM, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space left"):
+        convert(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_is_not_read_without_a_token_for_its_end(tmp_path):
