@@ -34,6 +34,14 @@ from .modeling_lsgpt import attention_layers
 from .visibility_lsgpt import Visibility, describe_visibility, resolve_positions
 
 
+LOSS_OUTSIDE = (
+    "`labels` must be passed to the model if sequences are split over processes, because each process computes the "
+    "loss of its own tokens. A `compute_loss_func` cannot be used, and `label_smoothing_factor` only with "
+    "`LSGPTTrainer`, which leaves the smoothing to the model"
+)
+"""What is said of losses that are computed outside the model."""
+
+
 def count_tokens_sent(sender: int, receiver: int, processes: int, length: int, window: int | None) -> int:
     """
     How many of its last tokens a process sends to another one; all of them to itself.
@@ -332,11 +340,7 @@ def check_inputs(config: LSGPTConfig, inputs: dict[str, Any], size: int) -> int:
             "packed documents, pass `position_ids` that begin at 0 in each of them"
         )
     if "labels" not in inputs:
-        raise ValueError(
-            "`labels` must be passed to the model if sequences are split over processes, because each process "
-            "computes the loss of its own tokens. A `compute_loss_func` cannot be used, and "
-            "`label_smoothing_factor` only with `LSGPTTrainer`, which leaves the smoothing to the model"
-        )
+        raise ValueError(LOSS_OUTSIDE)
     shape = next(inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs).shape[:2]
     for name in ("labels", "shift_labels", "attention_mask", "position_ids", "teacher_logits"):
         if name in inputs and inputs[name].shape[:2] not in (shape, (1, shape[1])):

@@ -24,7 +24,7 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
-from .context_parallel import processes_per_row
+from .context_parallel import check_parallelism, processes_per_row
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
 
@@ -370,6 +370,7 @@ def check_arguments(arguments: Arguments):
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         if data.streaming and getattr(args, name) == "epoch":
             raise ValueError(f"`{name}` must be steps or no with `streaming`: a stream has no epochs; got epoch")
+    check_parallelism(args)
     if args.include_num_input_tokens_seen != "no" and processes_per_row(args) > 1:
         raise ValueError(
             "`include_num_input_tokens_seen` must be false with `cp_size`, because processes that share a sequence "

@@ -245,7 +245,7 @@ class StopOnBadLossCallback(StoppingCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         is_bad_loss = any(not loss.isfinite() for _, loss in self._batches)
-        is_bad_gradient = not args.fp16 and _has_bad_gradient(model)
+        is_bad_gradient = args.mixed_precision != "fp16" and _has_bad_gradient(model)
         is_loss, is_gradient = any_process([is_bad_loss, is_bad_gradient], args.device)
         if not (is_loss or is_gradient):
             return
@@ -254,16 +254,19 @@ class StopOnBadLossCallback(StoppingCallback):
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
         self.stop(args, state, control)
+        gradient = f"a gradient of step {self.bad_step} is not finite"
         logger.error(
-            f"{self._blame(model) if is_loss else f'a gradient of step {self.bad_step} is not finite'}; saving the "
-            f"weights of step {state.global_step} and ending the training"
+            f"{self._blame(model, args.device) if is_loss else gradient}; saving the weights of step "
+            f"{state.global_step} and ending the training"
         )
 
-    def _blame(self, model: nn.Module) -> str:
-        bad_batch = next((inputs for inputs, loss in self._batches if not loss.isfinite()), None)
-        # Processes with good batches run one as well: a sharded model (FSDP2) gathers its weights from all of them.
-        where = _first_bad_layer(model, self._batches[-1][0] if bad_batch is None else bad_batch)
-        if bad_batch is None:
+    def _blame(self, model: nn.Module, device: torch.device) -> str:
+        is_bad = [not loss.isfinite().item() for _, loss in self._batches]
+        # All processes run the same one again: they may share its rows, and a sharded model (FSDP2) gathers its
+        # weights from all of them.
+        first = any_process(is_bad, device).index(True)
+        where = _first_bad_layer(model, self._batches[first][0])
+        if not is_bad[first]:
             where = "a batch of another process"
         return f"the loss of step {self.bad_step} is not finite (first non-finite values: {where})"
 

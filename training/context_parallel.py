@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from lsgpt.modeling_lsgpt.context_parallel_lsgpt import split_sequences
+from lsgpt.modeling_lsgpt.context_parallel_lsgpt import LOSS_OUTSIDE, split_sequences
 
 
 class ContextParallelismConfig(ParallelismConfig):
@@ -86,14 +86,22 @@ class ContextParallelismConfig(ParallelismConfig):
         def forward_with_checks(*args, **kwargs):
             nonlocal training_loader
             loader = GradientState().active_dataloader
+            has_labels = kwargs.get("labels") is not None
             if model.training:
                 training_loader = loader
-            elif kwargs.get("labels") is not None and loader not in (None, training_loader):  # no teacher's
+            elif has_labels and loader not in (None, training_loader):  # no teacher's
                 kwargs = evaluation_inputs(kwargs, loader, self.cp_size)
+            elif not (has_labels or kwargs.get("num_items_in_batch") is None or is_whole(loader)):
+                raise ValueError(LOSS_OUTSIDE)  # a stock `Trainer` would divide by too few
             return forward(*args, **kwargs)
 
         model.forward = forward_with_checks
         return end
+
+
+def is_whole(loader: DataLoader | None) -> bool:
+    """Whether an `LSGPTTrainer` made the loader, of whose rows every process gets others."""
+    return getattr(loader, "is_for_all_processes", False)
 
 
 def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> 
     the processes that share a row, although evaluations are not split. The `Trainer` gives these processes the same
     rows. Raises `ValueError` if it would count repeated rows of the last batch.
     """
-    if not getattr(loader, "is_for_all_processes", False) and loader.remainder > 0:
+    if not is_whole(loader) and loader.remainder > 0:
         raise ValueError(
             f"the evaluation must have a multiple of {loader.total_batch_size} rows if {size} processes share each "
             f"sequence, or a `Trainer` computes wrong figures; got {len(loader.dataset)}. Use `LSGPTTrainer`, or a "

@@ -31,7 +31,6 @@ from lsgpt.utilities.environment import describe_environment, peak_memory, reset
 from .arguments import Arguments, DataArguments, RunArguments
 from .averaging import AveragedWeightsCallback, check_updates, initial_share
 from .callbacks import MetricsFileCallback, SaveOnSignalCallback, StepTimerCallback, StopOnBadLossCallback
-from .context_parallel import check_parallelism
 from .data import (
     ALGORITHMS,
     collate_blocks,
@@ -99,7 +98,6 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LS
 def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LSGPTTrainer:
     """Loads and tokenizes the text, and builds the model and its `LSGPTTrainer`. Raises `ValueError` as `run` does."""
     args = arguments.training
-    check_parallelism(args)  # the trainer does it too, but only after the text has been tokenized
     check_evaluation(args)
     if args.resume_from_checkpoint:
         check_resuming(args.resume_from_checkpoint, arguments)

@@ -43,9 +43,10 @@ class LSGPTTrainer(Trainer):
         Args:
             z_loss: Weight of the z-loss in the loss of training steps, see `causal_lm_loss`.
             teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its
-                next-token distributions instead of the cross-entropy.
+                next-token distributions instead of the cross-entropy. It is moved to the device of the training and
+                put in evaluation mode.
             adapters: The adapters inside the model, see `choose_trainable`.
-            sink_learning_rate: Learning rate of the `sink_parameters`.
+            sink_learning_rate: Learning rate of the `sink_parameters`, if the model has any.
             save_card: Writes the model card, given the folder, the repository and the licence:
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
 
@@ -83,6 +84,10 @@ class LSGPTTrainer(Trainer):
                 callback.attach(self)
         if teacher is not None and self.label_smoother is not None:
             raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
+        if teacher is not None:
+            if teacher.device != self.args.device:
+                teacher.to(self.args.device)
+            teacher.eval()
 
     def create_accelerator_and_postprocess(self):
         """
@@ -188,20 +193,24 @@ class LSGPTTrainer(Trainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
         As in `Trainer`, but in training steps an `LSGPTForCausalLM` computes the whole loss, with smoothed labels,
         z-loss and teacher, without the logits of all tokens.
         """
+        has_other_loss = self.label_smoother is not None or self.compute_loss_func is not None
+        if not model.training and has_other_loss and num_items_in_batch is not None:
+            # `Trainer` has divided the number by them, although evaluations are not split; see `evaluation_inputs`.
+            num_items_in_batch = num_items_in_batch * processes_per_row(self.args)
         if not (self.has_own_loss and model.training) or self.compute_loss_func is not None or "labels" not in inputs:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoother, self.label_smoother = self.label_smoother, None
         settings = {"z_loss": self.z_loss, "label_smoothing": smoother.epsilon if smoother else 0.0}
         inputs = {**inputs, "skip_logits": True, **{name: value for name, value in settings.items() if value}}
         if self.teacher is not None:
             inputs["teacher_logits"] = next_token_logits(self.teacher, inputs)
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
 

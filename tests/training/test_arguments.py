@@ -81,6 +81,19 @@ def test_tokens_of_shared_sequences_are_not_counted_by_the_trainer(monkeypatch):
         parse_arguments("demo", ["--include_num_input_tokens_seen", "true"])
 
 
+def test_sequences_are_shared_as_the_launcher_says(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match="`include_num_input_tokens_seen` must be false with `cp_size`"):
+        parse_arguments("demo", ["--include_num_input_tokens_seen", "true"])
+
+
+@pytest.mark.parametrize("name", ["eval_strategy", "logging_strategy"])
+def test_streams_have_no_epochs(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be steps or no with `streaming`"):
+        parse_arguments({"preset": "demo", "streaming": True, "max_steps": 9, name: "epoch"})
+
+
 def test_no_is_a_strategy(tmp_path):
     """YAML 1.1 takes it for false."""
     names = ("eval_strategy", "logging_strategy", "save_strategy")

@@ -296,17 +296,18 @@ def test_a_bad_gradient_ends_the_run_with_the_last_good_weights(
 def test_bad_gradients_are_left_to_the_scaler_of_float16(tiny_model):
     model = tiny_model()
     model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, float("inf"))
-    for fp16 in (True, False):
-        args, control = SimpleNamespace(fp16=fp16, device=torch.device("cpu"), save_total_limit=None), TrainerControl()
+    for precision in ("fp16", "bf16"):  # also as `accelerate launch` sets it
+        args = SimpleNamespace(mixed_precision=precision, device=torch.device("cpu"), save_total_limit=None)
+        control, stops = TrainerControl(), precision != "fp16"
         StopOnBadLossCallback().on_pre_optimizer_step(args, TrainerState(global_step=2), control, model=model)
-        assert control.should_training_stop == (not fp16) and (model.lm_head.weight.grad is None) == (not fp16)
+        assert control.should_training_stop == stops and (model.lm_head.weight.grad is None) == stops
 
 
 def test_gradients_of_parameters_of_which_another_process_holds_all(tiny_model):
     """As FSDP2 leaves them if there are fewer rows than processes."""
     model = tiny_model()
     model.empty = torch.nn.Parameter(torch.empty(0, 3))
-    args = SimpleNamespace(fp16=False, device=torch.device("cpu"), save_total_limit=None)
+    args = SimpleNamespace(mixed_precision="no", device=torch.device("cpu"), save_total_limit=None)
     for value in (1.0, float("nan")):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
@@ -322,6 +323,67 @@ def test_a_training_that_an_exception_ended_leaves_nothing_to_the_next(tiny_mode
     assert len(model._forward_hooks) == 1
     callback.on_train_end(args, TrainerState(), None)
     assert not model._forward_hooks
+
+
+def test_all_processes_run_the_same_batch_again(tiny_model, tmp_path, monkeypatch, caplog):
+    """The first that is bad anywhere: they may share its rows."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr("lsgpt.training.callbacks.any_process", lambda values, device: [True, *values[1:]])
+    model, callback = tiny_model().train(), StopOnBadLossCallback()
+    args, ids = TrainingArguments(tmp_path, use_cpu=True), torch.randint(97, (3, 1, 9))
+    callback.on_train_begin(args, TrainerState(), None, model=model)
+    for batch in ids:
+        model(input_ids=batch, labels=batch)
+    seen = []
+    model.register_forward_pre_hook(lambda model, args, inputs: seen.append(inputs["input_ids"]), with_kwargs=True)
+    callback.on_pre_optimizer_step(args, TrainerState(), TrainerControl(), model=model)
+    assert torch.equal(seen[0], ids[0]) and "values: a batch of another process" in caplog.text
+
+
+def test_a_training_after_one_that_was_stopped(tiny_model, tmp_path):
+    guard, timer = StopOnBadLossCallback(), StepTimerCallback()
+    trainer = trainer_of(tiny_model().train(), tmp_path, guard, timer)
+    weight = trainer.model.lm_head.weight.data
+    good = weight.clone()
+    weight.fill_(math.nan)
+    trainer.train()
+    assert guard.bad_step == 1 and guard.is_stopping
+    weight.copy_(good)
+    trainer.train()
+    assert guard.bad_step is None and not guard.is_stopping
+    assert trainer.state.global_step == len(timer.seconds) == len(timer.tokens) == trainer.args.max_steps
+
+
+def test_a_training_after_a_signal(tiny_model, tmp_path):
+    class Once(TrainerCallback):
+        is_sent = False
+
+        def on_step_begin(self, *args, **kwargs):
+            if not self.is_sent:
+                self.is_sent = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    callback = SaveOnSignalCallback()
+    trainer = trainer_of(tiny_model().train(), tmp_path, callback, Once())
+    trainer.train()
+    assert callback.was_signalled and trainer.state.global_step == 1
+    trainer.train()
+    assert not callback.was_signalled and trainer.state.global_step == trainer.args.max_steps
+
+
+def test_batches_of_an_evaluation_are_not_kept(tiny_model, tmp_path):
+    callback, model, ids = StopOnBadLossCallback(), tiny_model().eval(), torch.randint(97, (1, 9))
+    callback.on_train_begin(TrainingArguments(tmp_path, use_cpu=True), TrainerState(), None, model=model)
+    model(input_ids=ids, labels=ids)
+    assert callback._batches == []
+
+
+def test_one_process_writes_the_metrics(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 9}\n')
+    state = TrainerState(global_step=2, is_world_process_zero=False)
+    MetricsFileCallback().on_train_begin(TrainingArguments(tmp_path, use_cpu=True), state, None)
+    assert file.read_text() == '{"step": 9}\n'
 
 
 def test_the_logits_of_a_teacher_are_not_kept(tiny_model, tmp_path):

@@ -23,6 +23,7 @@ from lsgpt.training import (
 from lsgpt.training.arguments import DataArguments
 from lsgpt.training.data import Passes, _is_held_out, first_characters, load_stdlib
 from lsgpt.training.train import load_texts, make_tokenizer
+from lsgpt.training.trainer import _ignore_sigterm
 
 
 @pytest.fixture(autouse=True)
@@ -361,6 +362,7 @@ def test_options_of_the_data_loader_are_those_of_a_stream(tiny_model, tmp_path):
     args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", max_steps=1, **options)
     rows = LSGPTTrainer(tiny_model(), args, train_dataset=stream).get_train_dataloader().dataset.rows
     assert (rows.num_workers, rows.prefetch_factor, rows.persistent_workers) == (1, 5, True)
+    assert rows.worker_init_fn.func is _ignore_sigterm
 
 
 def test_two_readers_of_one_packed_stream_are_refused(tmp_path, tokenizer):

@@ -319,6 +319,7 @@ def test_a_teacher_sees_the_mask_of_its_student(tiny_model, tmp_path, side):
     """A model that is its own teacher has nothing to learn, whatever the padding."""
     model = tiny_model(position_embedding_type="rope").train()
     trainer = LSGPTTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none"), teacher=model)
+    model.train()
     ids, mask = torch.randint(97, (2, 20)), torch.ones(2, 20, dtype=torch.int64)
     mask[0, : 7 if side == "left" else 20] = 0
     if side == "right":

@@ -1,6 +1,7 @@
 """Values and gradients of the losses are those of their formulas, for language models and classifiers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -94,6 +95,13 @@ def test_a_classifier_of_tokens_has_labels_where_its_logits_are(make):
     found = make(0.5, causal=False)((logits,), labels)
     torch.testing.assert_close(found, make(0.5)((logits[kept],), labels[kept]))
     assert found != make(0.5)((logits,), labels)
+
+
+@pytest.mark.parametrize("make", [partial(exponentiated_loss, 1), partial(symmetric_cross_entropy, 1.0, 1.0)])
+def test_other_losses_of_such_a_classifier(make):
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    found = make(causal=False)((logits,), labels)
+    torch.testing.assert_close(found, make()((logits.flatten(0, 1),), labels.flatten()))
 
 
 def test_an_exponent_of_1_is_the_cross_entropy():

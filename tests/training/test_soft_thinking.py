@@ -250,6 +250,12 @@ def test_thinking_is_cut_off(name):
     assert not roll_out(make_model(name), max_thinking_tokens=0).is_soft.any()
 
 
+def test_a_model_that_was_trained_with_gradient_checkpointing():
+    model = make_model("llama").train()
+    model.gradient_checkpointing_enable()
+    assert roll_out(model.eval()).is_soft.any()
+
+
 def test_tokens_after_the_thinking_are_drawn_from_the_candidates():
     model, draws = make_model("llama"), 4000
     rollout = roll_out(model, PADDED[1:2].repeat(draws, 1), max_new_tokens=2, max_thinking_tokens=0)

@@ -284,6 +284,20 @@ def test_clip_with_deepspeed_is_refused(tiny_model, tmp_path):
         callback.on_init_end(args, TrainerState(), TrainerControl(), model=tiny_model())
 
 
+def test_a_callback_that_is_added_later_is_checked(tiny_model, tmp_path):
+    trainer = trainer_of(tiny_model(qk_norm=True).train(), tmp_path)
+    trainer.add_callback(LogitTelemetryCallback(1, on_explosion="clip"))
+    with pytest.raises(ValueError, match='not "clip", with `qk_norm`'):
+        trainer.train()
+
+
+def test_a_stop_between_logged_steps_is_explained(tiny_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    callback = LogitTelemetryCallback(1, threshold=1e-9, on_explosion="stop", log_every_n_steps=50)
+    train(tiny_model().train(), tmp_path, callback)
+    assert callback.stop_step == 1 and "saving and ending the training" in caplog.text
+
+
 def test_measuring_more_often_than_logging(tiny_model, tmp_path):
     """As QK-clip wants it: every step is clipped, few are logged."""
     callback = LogitTelemetryCallback(every_n_steps=1, threshold=20, on_explosion="clip", log_every_n_steps=3)

@@ -181,6 +181,13 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
         build_trainer(arguments._replace(training=replace(arguments.training, ignore_data_skip=True)))
 
 
+@pytest.mark.parametrize("name", ["dataset_name", "dataset_config_name", "text_column", "block_size", "data_seed"])
+def test_a_stream_does_not_go_on_as_another(tmp_path, name):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({name: "old"}), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"`{name}` must be old, as before"):
+        check_stream(tmp_path / "checkpoint-9", SimpleNamespace(training=None, recipe={}))
+
+
 def test_a_run_does_not_go_on_as_another_model(tmp_path, tiny_config):
     arguments = SimpleNamespace(build_config=lambda: tiny_config(sliding_window=8), recipe={})
     tiny_config(sliding_window=8, eos_token_id=5, use_cache=False).save_pretrained(tmp_path)  # which runs set
@@ -567,6 +574,10 @@ def test_an_average_of_mostly_untrained_weights_is_announced(recipe, averaging, 
     *_, max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     sentence = f"The average of {max_steps} steps will keep {averaging['decay'] ** max_steps:.0%} of the untrained"
     assert (sentence in capsys.readouterr().out) == said
+    trainer.save_model(folder)
+    trained = recipe(averaging=averaging, model_name_or_path=folder, preset=None, config_overrides=None, **fields)
+    build_trainer(parse_arguments(trained, ["--output_dir", str(tmp_path / "more")]))
+    assert "untrained weights" not in capsys.readouterr().out
 
 
 def test_two_processes_train_as_one(train, recipe, tmp_path, monkeypatch):

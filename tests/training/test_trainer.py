@@ -1,5 +1,6 @@
 """`LSGPTTrainer`, and what several processes need of any `Trainer`, seen in one process."""
 
+import contextlib
 import statistics
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.state import GradientState
 from reference import autograd_functions
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lsgpt.training import LSGPTTrainer, StepTimerCallback
@@ -38,6 +40,55 @@ def test_a_forward_without_labels_is_no_evaluation(tiny_model, monkeypatch):
     assert torch.equal(model(ids).logits, expected)
     with pytest.raises(ValueError, match="the evaluation must have a multiple of 4 rows"):
         model(ids, labels=ids)
+    with pytest.raises(ValueError, match="`labels` must be passed to the model if sequences are split"):
+        model(ids, num_items_in_batch=2)  # as a stock `Trainer` does that computes the loss itself
+    expected = model.train()(ids, labels=ids, num_items_in_batch=2).loss  # a training step with this loader
+    # A callback's, and no evaluation.
+    torch.testing.assert_close(model.eval()(ids, labels=ids, num_items_in_batch=2).loss, expected)
+
+
+def test_reduced_precision_of_fsdp(tmp_path, monkeypatch):
+    """Gradients are summed in float32, and the loss stays in it."""
+    half = torch.bfloat16
+    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy(half, half, half))
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    make = lambda trainer: setattr(trainer, "accelerator", accelerator)  # noqa: E731
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", make)
+    trainer = object.__new__(LSGPTTrainer)
+    trainer.args = TrainingArguments(tmp_path, use_cpu=True)
+    trainer.create_accelerator_and_postprocess()
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (half, torch.float32, None)
+
+
+def test_a_teacher_is_put_where_it_is_needed(tiny_model, tmp_path):
+    teacher, moved = tiny_model().train(), []
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    LSGPTTrainer(tiny_model(), args, teacher=teacher)
+    assert not teacher.training
+    elsewhere = SimpleNamespace(device=torch.device("meta"), to=moved.append, eval=lambda: None)
+    LSGPTTrainer(tiny_model(), args, teacher=elsewhere)
+    assert moved == [args.device]
+
+
+@pytest.mark.parametrize("kind", [Trainer, LSGPTTrainer])
+def test_smoothed_labels_in_an_evaluation_of_shared_rows(tiny_model, tmp_path, monkeypatch, kind):
+    """Their number is that of all labels divided by the processes that share a row, although evaluations are whole."""
+    trainer, ids = trainer_of(kind, tiny_model(), tmp_path, label_smoothing_factor=0.1), torch.randint(97, (2, 12))
+    model = trainer.model.eval()
+    inputs, count = {"input_ids": ids, "labels": ids}, torch.tensor(22)
+    expected = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
+    loader = SimpleNamespace(remainder=0, is_for_all_processes=kind is LSGPTTrainer)
+    monkeypatch.setattr(GradientState, "active_dataloader", loader, raising=False)
+    monkeypatch.setattr("lsgpt.training.context_parallel.split_sequences", lambda model, group: None)
+    mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
+    monkeypatch.setattr(ContextParallelismConfig, "get_device_mesh", lambda config: mesh)
+    monkeypatch.setattr("lsgpt.training.trainer.processes_per_row", lambda args: 2)
+    ContextParallelismConfig(cp_size=2).split(model)
+    refused = pytest.raises(ValueError, match="`label_smoothing_factor` only with `LSGPTTrainer`")
+    with refused if kind is Trainer else contextlib.nullcontext():
+        found = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count / 2)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
