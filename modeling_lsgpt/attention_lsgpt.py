@@ -9,7 +9,7 @@ Shapes: B batch, T queries, S keys, H query heads, H_kv key/value heads, D `head
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
     needed = {"s_aux": "attention_sinks"} if any(v.has_sinks for v in visibility.values()) else {}
     needed |= {} if config.attn_logit_softcapping is None else {"softcap": "attn_logit_softcapping"}
     for argument, field in needed.items():
-        if not torch.compiler.is_compiling() and not _takes(ALL_ATTENTION_FUNCTIONS.get(name), argument):
+        if not _takes(name, argument):
             raise ValueError(
                 f'`{field}` needs an attention function with an argument `{argument}`; "{name}" has none. Use '
                 f'attn_implementation="{_suggest_engine(config.attn_logit_softcapping)}"'
@@ -182,10 +182,16 @@ def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
     return mask_function.dense()
 
 
-@lru_cache
-def _takes(attend: Callable | None, argument: str) -> bool:
+@torch.compiler.assume_constant_result  # compilers cannot trace `inspect`
+def _takes(name: str, argument: str) -> bool:
     # `eager` is not in the table. A function that takes any keyword may ignore this one.
-    return attend is None or argument in inspect.signature(attend).parameters
+    attend = ALL_ATTENTION_FUNCTIONS.get(name)
+    return attend is None or argument in _parameters(attend)
+
+
+@lru_cache
+def _parameters(attend: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(attend).parameters
 
 
 def _suggest_engine(softcap: float | None) -> str:

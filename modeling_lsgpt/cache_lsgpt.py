@@ -78,6 +78,10 @@ class GrowingLayer(DynamicLayer):
         length = self.keys.shape[2] if self.is_initialized and self.keys.numel() else 0
         if length == 0 or torch.is_grad_enabled() or not is_plain or torch.jit.is_tracing():
             return super().update(key_states, value_states, *args, **kwargs)
+        pairs = (self.keys, key_states), (self.values, value_states)
+        if any(torch.promote_types(old.dtype, new.dtype) != old.dtype for old, new in pairs):
+            self.buffers = None  # they were filled under autocast, and cannot hold these
+            return super().update(key_states, value_states, *args, **kwargs)
         end = length + key_states.shape[2]
         if self.buffers is None or not self.buffers.begin_with(self.keys, self.values, end):
             self.buffers = Buffers(self.keys, self.values, end - length + max(end // ROOM, 1))
@@ -127,13 +131,20 @@ def accept_cache(function: Callable) -> Callable:
     return accepting
 
 
-def prepare_cache(config: LSGPTConfig, cache: Cache):
-    """Makes filled layers of a dynamic cache grow in place. Raises `ValueError` if it is none, or of another model."""
+def prepare_cache(config: LSGPTConfig, cache: Cache, q_length: int):
+    """
+    Makes filled layers of a dynamic cache grow in place. Raises `ValueError` if it is none, of another model, or has a
+    window that is too small for the cached tokens and `q_length` new ones.
+    """
     if not isinstance(cache, Cache):
         got = type(cache).__name__
         raise ValueError(f"`past_key_values` must be a cache, such as `DynamicCache(config=model.config)`; got {got}")
-    # No layer of a static cache has more slots than the whole cache.
-    length = max([layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)] or [math.inf])
+    # No layer of a static cache has more slots than the whole cache. A cache with windows only does not know its size;
+    # there, a window smaller than the model's is refused once it would drop tokens.
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    length = max([layer.max_cache_len for layer in static if not layer.is_sliding], default=math.inf)
+    if static and length == math.inf:
+        length = 0 if torch.compiler.is_compiling() else cache.get_seq_length() + q_length
     groups = config.num_attention_heads // config.num_key_value_heads
     for layer_idx, ((kind, num_heads), layer) in enumerate(zip(config.cache_layers, cache.layers)):
         if getattr(layer, "is_sliding", False):
@@ -142,7 +153,8 @@ def prepare_cache(config: LSGPTConfig, cache: Cache):
             if window is None or kept < min(window, length):
                 raise ValueError(
                     f"`past_key_values` must keep {window or 'all'} tokens in layer {layer_idx}, as the model's "
-                    f"configuration says; the layer keeps {kept}. Create the cache with `config=model.config`"
+                    f"configuration says; the layer keeps {kept}. Create the cache with `config=model.config`, and a "
+                    "static one with a `max_cache_len` of all tokens"
                 )
         if layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[1] != num_heads // groups:
             raise ValueError(

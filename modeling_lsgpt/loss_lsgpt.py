@@ -89,6 +89,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                     difference = F.log_softmax(teacher, dim=-1, dtype=sum_dtype)
                     target = difference.exp()
                     difference -= log_probabilities
+                    # A token that the teacher rules out costs nothing, although its logarithm is infinite.
+                    difference.masked_fill_(target == 0, 0.0)
                     loss += torch.linalg.vecdot(target, difference).where(is_counted[:, 0], 0.0).sum()
                 if not (needs_states or needs_weight):
                     continue
@@ -205,7 +207,8 @@ def _summed_loss(lm_head, states, targets, teacher, ignore_index, label_smoothin
             logits, targets, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
         )
     expected = F.log_softmax(teacher, dim=-1, dtype=logits.dtype)
-    divergence = F.kl_div(F.log_softmax(logits, dim=-1), expected, reduction="none", log_target=True).sum(-1)
+    # Without `log_target`, with which tokens that the teacher rules out would give NaN.
+    divergence = F.kl_div(F.log_softmax(logits, dim=-1), expected.exp(), reduction="none").sum(-1)
     return penalty + divergence.where(targets != ignore_index, 0.0).sum()
 
 

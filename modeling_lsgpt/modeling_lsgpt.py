@@ -464,7 +464,7 @@ class LSGPTModel(LSGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            self._prepare_cache(past_key_values)
+            self._prepare_cache(past_key_values, inputs_embeds.shape[1])
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = resolve_positions(inputs_embeds, position_ids, past_length, **kwargs)
         visibility = describe_visibility(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
@@ -497,8 +497,8 @@ class LSGPTModel(LSGPTPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
-    def _prepare_cache(self, past_key_values: Cache):
-        prepare_cache(self.config, past_key_values)
+    def _prepare_cache(self, past_key_values: Cache, q_length: int):
+        prepare_cache(self.config, past_key_values, q_length)
         check_layers(self.layers)
         checkpoints = self.gradient_checkpointing and self.training
         # Before Transformers 5.24, this includes passes that no gradients flow through.
@@ -632,13 +632,15 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         if labels is not None:
             if hidden_states.ndim == 2:  # of tokens of all rows, in which the next token is unknown
                 raise ValueError("`logits_to_keep` must not be a mask with `labels`; set labels to -100 instead")
-            check_shape("labels", labels, "one label for each token with logits", hidden_states.shape[:2])
+            shift_labels = kwargs.get("shift_labels")
+            for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+                check_shape(name, given, "one label for each token with logits", hidden_states.shape[:2])
             shape = *labels.shape, self.config.vocab_size
             check_shape("teacher_logits", teacher_logits, "one logit for each entry of the vocabulary", shape)
             check_ids(self.config, "labels", labels, "vocab_size", ignored=kwargs.get("ignore_index", -100))
             labels = labels.long()
-            if kwargs.get("shift_labels") is not None:
-                kwargs["shift_labels"] = kwargs["shift_labels"].long()
+            if shift_labels is not None:
+                kwargs["shift_labels"] = shift_labels.long()
 
         logits = loss = None
         if has_own_loss:

@@ -203,7 +203,9 @@ def describe_visibility(
     # chunk of a prompt, but not for every decoded token.
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
-    has_empty_slots = getattr(past_key_values, "is_compileable", False)
+    # If any layer has empty slots, all are treated so: somebody may have built a cache from several kinds of layers.
+    layers = past_key_values.layers if past_key_values is not None else ()
+    has_empty_slots = any(getattr(layer, "is_compileable", False) for layer in layers)
     first_layers: dict[str, int] = {}
     for layer_idx, (kind, _) in enumerate(config.cache_layers):
         first_layers.setdefault(kind, layer_idx)

@@ -358,6 +358,12 @@ def test_triton_equals_dense_reference(name):
 
 
 @pytest.mark.kernels
+def test_triton_with_a_window_that_just_reaches_into_a_block():
+    with torch.device(DEVICE):  # query 64 sees key 31, the last of the first block
+        check(HEADS["H6-G3-KV2"], "triton", torch.float32, 79, batch_size=2, window=34)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "packed-right"])
 def test_triton_in_half_precision(name):
     with torch.device(DEVICE):  # blocks of 128 and 64
@@ -534,6 +540,18 @@ def test_dropout_drops_its_share_in_each_head_and_keeps_the_mean(engine, probabi
     torch.testing.assert_close(variance, torch.full((4,), probability / (1 - probability)).double(), rtol=0.15, atol=0)
     evaluated = attend(attention.eval(), qkv, masks)
     torch.testing.assert_close(evaluated, torch.ones_like(evaluated))
+
+
+def test_dropout_of_the_first_tokens_and_of_the_others():
+    """As above, of a text of one to four windows, whose first tokens are computed without a mask."""
+    attention, config = build((4, 0, 4), "sdpa", torch.float32, attention_dropout=0.5)
+    masks, query = masks_for(config, torch.empty(400, 3 * WINDOW, 0)), torch.randn(400, 4, 3 * WINDOW, 20)
+    qkv = query, torch.zeros_like(query), torch.ones_like(query)
+    trained = attend(attention.train(), qkv, masks)[..., 0].double()
+    num_keys = torch.arange(1, 3 * WINDOW + 1).clamp(max=WINDOW)[:, None]
+    for part in (slice(WINDOW - 1), slice(WINDOW - 1, None)):
+        variance = ((trained[:, part] - 1).square() * num_keys[part]).mean((0, 1))
+        torch.testing.assert_close(variance, torch.ones(4).double(), rtol=0.15, atol=0)
 
 
 @pytest.mark.parametrize("has_operators", [True, False])

@@ -186,16 +186,17 @@ def test_a_third_kind_of_head(tiny_config, monkeypatch):
     sees = describe_visibility(config, torch.empty(1, 20, 0))["dilated_attention"].dense()[0, 0]
     assert sees.equal((distance >= 0) & (distance % 4 == 0))
 
-    ids, expected = torch.randint(97, (2, 40)), None
-    for name in ("eager", "sdpa", "flex_attention"):
+    ids, expected = torch.randint(97, (1, 40)), None
+    for name in ("eager", "sdpa", "flex_attention", "triton"):
         config._attn_implementation = name
         torch.manual_seed(0)
-        model = LSGPTForCausalLM(config).eval()
-        logits = model(ids).logits
+        device = "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
+        model = LSGPTForCausalLM(config).eval().to(device)
+        logits = model(ids.to(device)).logits.cpu()
         expected = logits if expected is None else expected
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        cache = DynamicCache(config=config)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split((25, 14, 1), dim=1)]
+        cache, chunks = DynamicCache(config=config), ids.to(device).split((25, 14, 1), dim=1)
+        parts = [model(part, past_key_values=cache).logits.cpu() for part in chunks]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
     groups = model.model.layers[0].self_attn.head_groups
     assert [(heads.kind, heads.num_heads) for heads in groups] == [(GLOBAL, 1), ("dilated_attention", 2), (LOCAL, 3)]
@@ -204,15 +205,16 @@ def test_a_third_kind_of_head(tiny_config, monkeypatch):
         create_masks(config, describe_visibility(config, torch.empty(1, 20, 0)))
 
 
-def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, registered):
+def test_registered_functions_that_would_ignore_sinks_are_refused(tiny_model, registered, fresh_compiler):
     """Transformers' own functions take any keyword, and only some of them add sinks."""
     AttentionInterface.register("plain", sdpa_attention_forward)
     AttentionInterface.register("with_sinks", lambda *args, s_aux=None, softcap=None, **kwargs: 1 / 0)
     model, ids = tiny_model(engine="eager", attention_sinks=True), torch.randint(97, (1, 40))
     model.config._attn_implementation = "plain"
     message = r'`attention_sinks` needs .* an argument `s_aux`; "plain" has none. Use attn_implementation="sdpa"'
-    with pytest.raises(ValueError, match=message):
-        model(ids)
+    for call in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match=message):
+            call(ids)
     model.config._attn_implementation = "with_sinks"
     with pytest.raises(ZeroDivisionError):
         model(ids)
@@ -241,14 +243,15 @@ def test_a_decode_step_waits_for_no_device(tiny_model, engine):
     """On `meta`, whose values nobody can read, a wait is an error. `generate` passes both masks and positions."""
     for values in ({}, {"num_global_heads": 0}, {"num_key_value_heads": 3, "position_embedding_type": "rope"}):
         model = tiny_model(**values).to("meta")
-        cache = DynamicCache(config=model.config)
-        ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
-        model(ids, past_key_values=cache)
-        model.config._attn_implementation = engine
-        for n in (21, 22):
-            mask, positions = torch.ones(2, n, device="meta").long(), torch.ones(2, 1, device="meta").long()
-            model(ids[:, :1], attention_mask=mask, position_ids=positions, past_key_values=cache)
-        assert cache.get_seq_length() == 22
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40)):
+            model.config._attn_implementation = "sdpa"
+            ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+            model(ids, past_key_values=cache)
+            model.config._attn_implementation = engine
+            for n in (21, 23):
+                mask, positions = torch.ones(2, n, device="meta").long(), torch.ones(2, 1, device="meta").long()
+                model(ids[:, :1], attention_mask=mask, position_ids=positions, past_key_values=cache)
+                model(ids[:, :1], past_key_values=cache)
 
 
 class LargestNewTensor(torch.utils._python_dispatch.TorchDispatchMode):
@@ -266,6 +269,17 @@ class LargestNewTensor(torch.utils._python_dispatch.TorchDispatchMode):
         new = [numel for pointer, numel in storages(output).items() if pointer not in known]
         self.numel = max(self.numel, *new, 0)
         return output
+
+
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_one_mask_for_all_rows(tiny_model, engine):
+    model, ids = tiny_model(engine=engine, head_dim=16), torch.randint(97, (2, 40))
+    for mask in (torch.ones(1, 1, 40, 40).tril().bool(), torch.ones(1, 1, 40, 40).triu(1) * -1e9):
+        if engine == "flex_attention" and mask.dtype != torch.bool:
+            continue  # which takes none
+        actual = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(actual, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -384,6 +398,14 @@ def test_flash_attention_gets_windows_and_padding(tiny_model, flash_calls):
         flash_calls.clear()
     actual, exact, plain = ([x[padding.bool()]] for x in (torch.cat(logits, dim=1), exact, plain))
     assert_as_exact_as(actual, exact, plain, model.config.head_dim)
+
+
+@torch.no_grad()
+def test_flash_attention_gets_padding_inside_a_row_within_the_window(tiny_model, flash_calls):
+    model, mask = tiny_model(torch.bfloat16), torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]] * 2)
+    model.config._attn_implementation = "my_flash"
+    model(torch.randint(97, (2, 8)), attention_mask=mask)
+    assert set(flash_calls) == {(8, None, (2, 8), None), (8, 8, (2, 8), None)}
 
 
 @torch.no_grad()

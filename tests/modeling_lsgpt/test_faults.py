@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 from transformers.distributed import DistributedConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM, export_with_dynamic_cache
 
@@ -232,8 +232,20 @@ def test_a_cache_with_smaller_windows_is_refused(tiny_model, tiny_config, cache_
         tiny_model(num_global_heads=6)(ids, past_key_values=cache_type(config=tiny_config(num_global_heads=0)))
 
 
-def test_a_static_cache_shorter_than_the_window_is_whole(tiny_model):
-    model, ids = tiny_model(), torch.randint(97, (1, 5))
+def test_a_static_cache_of_windows_alone_must_not_overflow(tiny_model, tiny_config):
+    model, ids = tiny_model(num_global_heads=0), torch.randint(97, (1, 6))
+    small = StaticCache(config=tiny_config(num_global_heads=0, sliding_window=4), max_cache_len=20)
+    with pytest.raises(ValueError, match=r"must keep 8 tokens in layer 0, .*; the layer keeps 4\."):
+        model(ids, past_key_values=small)
+    short = StaticCache(config=model.config, max_cache_len=5)
+    model(ids[:, :5], past_key_values=short)
+    with pytest.raises(ValueError, match=r"must keep 8 tokens in layer 0, .*; the layer keeps 5\. .* `max_cache_len`"):
+        model(ids[:, 5:], past_key_values=short)
+
+
+@pytest.mark.parametrize("num_global_heads", [0, 2])
+def test_a_static_cache_shorter_than_the_window_is_whole(tiny_model, num_global_heads):
+    model, ids = tiny_model(num_global_heads=num_global_heads), torch.randint(97, (1, 5))
     cache = StaticCache(config=model.config, max_cache_len=5)
     parts = [model(part, past_key_values=cache).logits for part in ids.split((3, 2), dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -479,6 +491,29 @@ def test_local_heads_with_a_static_cache_of_full_size(tiny_model, engine):
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["eager", "sdpa", "triton"])
+@torch.no_grad()
+def test_a_cache_of_static_and_dynamic_layers(tiny_model, engine, on_gpu_if_any):
+    model, ids = tiny_model(engine=engine), torch.randint(97, (1, 30))
+    kinds = [partial(StaticLayer, max_cache_len=40), partial(DynamicSlidingWindowLayer, sliding_window=8)]
+    cache = Cache(layers=[kind() for _ in range(2) for kind in kinds])
+    logits = [model(chunk, **{CACHE: cache}).logits for chunk in ids.split([20, 3, 1, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("position_embedding_type", ["learned", "rope"])
+@pytest.mark.parametrize("engine", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_cache_filled_under_autocast_goes_on_without_it(tiny_model, engine, position_embedding_type):
+    model, ids = tiny_model(engine=engine, position_embedding_type=position_embedding_type), torch.randint(97, (1, 24))
+    cache = DynamicCache(config=model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, 20:22], past_key_values=cache)
+    found = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in (22, 23)]
+    torch.testing.assert_close(torch.cat(found, dim=1), model(ids).logits[:, 22:], rtol=0.1, atol=0.3)
+
+
 @torch.no_grad()
 def test_only_layers_of_a_window_have_blocks_with_a_static_cache(tiny_model):
     model, ids = tiny_model(), torch.randint(97, (1, 10))
@@ -489,16 +524,17 @@ def test_only_layers_of_a_window_have_blocks_with_a_static_cache(tiny_model):
         assert sdpa_mask(visibility[LOCAL]).ndim == ndim
 
 
-@pytest.mark.parametrize("length", [Dim.AUTO, Dim("length", min=65, max=96)])
+@pytest.mark.parametrize(("length", "exported"), [(Dim.AUTO, 80), (Dim("length", min=65, max=96), 80), (Dim.AUTO, 20)])
 @torch.no_grad()
-def test_an_exported_program_takes_every_length(tiny_model, length):
-    """Also those that fill the blocks of local heads, of 64 queries."""
-    model, ids = tiny_model(max_position_embeddings=256), torch.randint(97, (2, 80))
+def test_an_exported_program_takes_every_length(tiny_model, length, exported):
+    """Also those that fill the blocks of local heads, of 64 queries, and one beyond four windows from one below."""
+    model, ids = tiny_model(max_position_embeddings=256), torch.randint(97, (2, exported))
     sizes = {"input_ids": {0: Dim.AUTO, 1: length}, "use_cache": None}
     program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=sizes).module()
     divided = [node.args[0] for node in program.graph.nodes if node.target is operator.floordiv]
     assert divided and all(number.target is not operator.neg for number in divided)  # in ONNX, -70 // 64 is -1
-    for number in [65, 96] if isinstance(length, Dim) else [65, 127, 128, 129, 192]:
+    numbers = [65, 96] if isinstance(length, Dim) else [65, 127, 128, 129, 192]
+    for number in numbers if exported > 64 else [20, 33, 64]:
         ids = torch.randint(97, (3, number))
         torch.testing.assert_close(
             program(input_ids=ids, use_cache=False).logits, model(ids).logits, rtol=1e-4, atol=1e-4

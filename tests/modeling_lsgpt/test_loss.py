@@ -377,3 +377,23 @@ def test_a_weight_of_another_kind_is_no_matrix(tiny_model):
     head = tiny_model().lm_head
     head.weight = Sharded(head.weight.detach())
     assert not _is_plain_matrix(head, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_token_that_the_teacher_rules_out_costs_nothing(bias):
+    head, states = torch.nn.Linear(8, 37, bias=bias), torch.randn(2, 40, 8)
+    labels, teacher = torch.randint(37, (2, 40)), torch.randn(2, 40, 37)
+    teacher[..., 5] = -1e4  # as good as infinite
+    losses = []
+    for value in (-1e4, -torch.inf):
+        teacher[..., 5] = value
+        losses.append(causal_lm_loss(states, head, labels, teacher_logits=teacher))
+    assert losses[1].isfinite()
+    torch.testing.assert_close(*losses)
+
+
+def test_shifted_labels_of_another_shape_are_refused(tiny_model):
+    model, ids = tiny_model(), batch(12)
+    for skip_logits in (True, False):
+        with pytest.raises(ValueError, match=r"`shift_labels` must have shape \(2, 6\), .* got \(2, 12\)"):
+            model(ids, labels=ids[:, 6:], shift_labels=ids, logits_to_keep=6, skip_logits=skip_logits)

@@ -56,6 +56,25 @@ def test_model_equals_sdpa(models, tiny_model, name):
 
 
 @torch.no_grad()
+def test_under_autocast(models):
+    """Rotary queries and keys are in float32 then, and values are not."""
+    ids, dtypes = torch.randint(97, (2, 40), device=DEVICE), set()
+    models[1].model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+    with torch.autocast(DEVICE, torch.float16):
+        logits = [model(ids, use_cache=False).logits for model in models]
+    assert dtypes == {torch.float16}
+    torch.testing.assert_close(*logits, rtol=0.02, atol=0.05)
+
+
+@torch.no_grad()
+def test_dropout_of_what_sdpa_computes(tiny_model, on_gpu_if_any):
+    """A mask of 4 dimensions, in which no two passes are alike then."""
+    model, ids = tiny_model(engine="triton", attention_dropout=0.5).train(), torch.randint(97, (2, 20))
+    first, second = (model(ids, attention_mask=torch.ones(2, 1, 20, 20).tril().bool()).logits for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@torch.no_grad()
 def test_windows_hold_if_the_first_layer_has_no_global_heads(tiny_model, on_gpu_if_any):
     ids = torch.randint(97, (2, 45))
     fused, reference = (tiny_model(engine=engine, num_global_heads=[0, 2]) for engine in ("triton", "eager"))
