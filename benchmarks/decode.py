@@ -28,9 +28,11 @@ TOKENS = 16
 
 def prepare(shape: Shape, compiled: bool | None = None) -> Benchmark:
     """Prepares the peers at one shape. `compiled`, the default on CUDA, adds static caches and `torch.compile`."""
-    # With `flex_attention`, single queries are computed by `sdpa`.
-    shape = shape._replace(engines=tuple(engine for engine in shape.engines if engine != "flex_attention"))
+    left_out = {"flex_attention"}.intersection(shape.engines)
+    shape = shape._replace(engines=tuple(engine for engine in shape.engines if engine not in left_out))
     shape, peers = build_models(shape, "decode")
+    reason = "single tokens are computed by `sdpa`"
+    peers.skipped |= {f"{family} {engine}": reason for family in ("lsgpt", "mhsa") for engine in left_out}
     stock = stock_family(shape.config)
     models = {family: peers[f"{family} sdpa"].model for family in ("lsgpt", "mhsa", stock)}
     dynamic = {family: fill(DynamicCache(config=model.config), model, shape) for family, model in models.items()}

@@ -30,20 +30,22 @@ def floor_seconds(benchmark: str, config: LSGPTConfig, shape: Shape, rates: tupl
 
     Operations are counted as in `LSGPTConfig.flops_per_token`. The backward pass has twice as many, or 2.5 times as
     many in the attention benchmark, because it computes the logits again. Bytes are the minimum that must be moved: in
-    attention, the inputs, outputs and their gradients (12 tensors, counted each time they are needed); in prefill, the
-    weights and the new cache; in decoding, per token, the weights and the cache; in training, the weights twice, their
-    gradients twice, and AdamW's reads and writes of the weights and two moments, 10 times the weights' size in total.
+    attention, the inputs, outputs and their gradients (12 tensors, half of them of key/value heads, counted each time
+    they are needed); in prefill, the weights and the new cache; in decoding, per token, the weights and the cache; in
+    training, the weights twice, their gradients twice, and AdamW's reads and writes of the weights and two moments, 10
+    times the weights' size in total.
     """
     n, batch_size, itemsize = shape.length, shape.batch_size, shape.dtype.itemsize
     head = 2 * config.vocab_size * config.hidden_size
     width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
     # A single token sees one key in each head; the rest of its cost is that of the matrices.
     matrices = config.flops_per_token(1) - 4 * width * config.num_hidden_layers
-    weights, cache = matrices / 2 * itemsize, batch_size * config.kv_cache_bytes(n, itemsize)
+    weights, cache = matrices / 2 * (1 if shape.int8 else itemsize), batch_size * config.kv_cache_bytes(n, itemsize)
     tokens, per_token = batch_size * n, config.flops_per_token(n)
     layer_attention = (per_token - matrices) / config.num_hidden_layers
     flops, moved = {
-        "attention": (3.5 * tokens * layer_attention, 12 * tokens * width * itemsize),
+        "attention": (3.5 * tokens * layer_attention, 6 * tokens * (width + kv_width) * itemsize),
         "prefill": (tokens * (per_token - head) + batch_size * head, weights + cache),
         "train": (3 * tokens * per_token, 10 * weights),
         "decode": (batch_size * matrices, weights + cache),

@@ -88,7 +88,9 @@ def read_text(text: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) ->
             count += len(parts[-1])
             if count >= num_tokens:
                 return torch.cat(parts)
-    raise ValueError(f"`--text` must have at least {num_tokens} tokens for so many blocks; {text!r} has {count}")
+    raise ValueError(
+        f"`--text` must have at least {num_tokens} tokens for so many blocks or passages; {text!r} has {count}"
+    )
 
 
 def list_tasks(options: argparse.Namespace) -> list[tuple[str, int, int]]:
@@ -179,7 +181,7 @@ def summarize(models: list[str], found: dict[tuple, dict]) -> list[dict]:
             else:
                 row["retrieval"][str(size)] = {"passages": len(pairs)} | _count(pairs)
                 asked += pairs
-                if "bytes" in pairs[0][0]:
+                if all("bytes" in item for item in pairs[0]):
                     mine, of_source = (item["bytes"] for item in pairs[0])
                     tokens = pairs[0][0]["cached_tokens"]
                     row["cache"] = {"tokens": tokens, "bytes": mine, "ratio": mine / of_source}

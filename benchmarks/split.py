@@ -113,21 +113,28 @@ def main(arguments: list[str]):
     )
     options = parser.parse_args(arguments)
 
+    configs = {
+        name: load_shape(options.preset, max_position_embeddings=options.length, **fields)
+        for name, fields in MODELS.items()
+    }
+    if min(options.processes) < 1:
+        parser.error(f"`--processes` must be 1 or more; got {min(options.processes)}")
+    if any(options.length % processes for processes in options.processes):
+        parser.error(f"`--length` must be a multiple of every number of `--processes`; got {options.length}")
     result = begin_result("split", *arguments) | {"rows": []}
     for name, fields in MODELS.items():
-        alone: dict[str, float] = {}
+        first: dict[str, float] = {}
         for processes in options.processes:
             row = run(processes, options.preset, fields, options.length, options.steps)
-            config = load_shape(options.preset, max_position_embeddings=options.length, **fields)
-            in_float32 = split_bytes(config, options.length, processes, bytes_per_value=4)
-            row["formula_bytes"] = config.num_hidden_layers * sum(in_float32)
-            alone = alone or row
+            in_float32 = split_bytes(configs[name], options.length, processes, bytes_per_value=4)
+            row["formula_bytes"] = configs[name].num_hidden_layers * sum(in_float32)
+            first = first or row
             result["rows"].append({"model": name, "processes": processes, "tokens": options.length, **row})
             print(
                 f"{name:<8}{processes:3d} processes, {options.length:,} tokens: {row['peak_bytes'] / 2**20:6.0f} MiB "
-                f"({alone['peak_bytes'] / row['peak_bytes']:.2f} times less), {row['received_bytes'] / 1e6:7.1f} MB "
-                f"received (formula: {row['formula_bytes'] / 1e6:.1f}), {row['seconds'] / alone['seconds']:.2f} of "
-                "the time",
+                f"({first['peak_bytes'] / row['peak_bytes']:.2f} times less), {row['received_bytes'] / 1e6:7.1f} MB "
+                f"received (formula: {row['formula_bytes'] / 1e6:.1f}), {row['seconds'] / first['seconds']:.2f} of "
+                f"the time with --processes {options.processes[0]}",
                 flush=True,
             )
     write_result(options.output, result)

@@ -195,7 +195,8 @@ def main(arguments: list[str]):
     options = _parse(arguments)
     config = load_shape(options.preset)
     families = _families_of(config, options)
-    has_targets = not (options.quick or options.dtype or options.int8)
+    default = "bfloat16" if options.device == "cuda" else "float32"
+    has_targets = not (options.quick or options.int8) and options.dtype in (None, default)
     targets = find_targets(options.preset, config) if has_targets else {}
     stem = f"bench-{options.device}"
     if options.quick:
@@ -209,7 +210,7 @@ def main(arguments: list[str]):
     if (file := output / f"{stem}.json").exists():
         raise ValueError(f"`--output` must be a folder without earlier results; {file} exists. Name another one")
     output.mkdir(parents=True, exist_ok=True)
-    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
+    dtype = getattr(torch, options.dtype or default)
     engines = options.engines or (("sdpa",) if options.quick else ENGINES)
     rates = measure_rates(options.device, dtype) if options.device == "cuda" else None
     result = begin_result(*arguments) | {
@@ -333,6 +334,8 @@ def _families_of(config: LSGPTConfig, options: argparse.Namespace) -> tuple[str,
         raise ValueError(
             f"`--families` must fit the model's blocks, which are those of {stock}; got {', '.join(found)}"
         )
+    if "telemetry" in (options.families or ()) and options.device != "cuda":
+        raise ValueError("`--families telemetry` needs a GPU; on a CPU, `lsgpt bench telemetry` measures it")
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     return tuple(family for family in families if family not in others)
 

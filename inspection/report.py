@@ -221,6 +221,8 @@ def _format(figure: str, value: float) -> str:
 def _write_json(path: Path, statistics: AttentionStatistics, name: str, text: str, blocks: torch.Tensor):
     values = {figure: finite(x.tolist()) for figure, x in statistics.figures().items()}
     kinds = [["local" if x else "global" for x in row] for row in statistics.is_local.tolist()]
+    for row, column in statistics.distance.isnan().nonzero().tolist():
+        kinds[row][column] = None  # this layer has fewer heads
     content = {
         "model": name,
         "text": text,
@@ -250,7 +252,8 @@ def plot_heads(path: str | Path, statistics: AttentionStatistics):
     cell = panel[0] + 1.3, panel[1] + 0.6
     size = columns * cell[0], rows * cell[1] + 0.5
     canvas = Figure(figsize=size)
-    num_global = (~statistics.is_local).sum(1).tolist()
+    kinds = kinds_of_heads(statistics)
+    num_global = (kinds["global"].sum(1) * kinds["local"].any(1)).tolist() if "local" in kinds else []
     for number, (figure, values) in enumerate(figures.items()):
         row, column = divmod(number, columns)
         left, bottom = (column * cell[0] + 0.5) / size[0], ((rows - 1 - row) * cell[1] + 0.5) / size[1]

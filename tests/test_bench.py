@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import statistics
 
 import pytest
@@ -148,6 +149,12 @@ def test_plots_show_words_and_measured_lengths(tmp_path, monkeypatch):
     lines = {line.get_label(): list(line.get_ydata()) for line in gpt2.lines}
     assert (lines["LSGPT"], lines["target: LSGPT, at most this"]) == ([0.25, 0.25], [0.88, 0.66])
 
+    cached = {"lsgpt": 1, "gpt2": 10}
+    rows = [{"length": 2048, "ratios": suite.compare_peers("decode", shape, seconds, cached, {})}]
+    plots.plot_ratios(tmp_path / "plot.png", "decode", rows)
+    lines = {line.get_label(): list(line.get_ydata()) for line in figures[1].axes[1].lines}
+    assert (lines["LSGPT"], lines[plots.CURVES["cache"]]) == ([0.25], [0.1])
+
 
 @pytest.mark.parametrize(
     ("error", "skipped"),
@@ -184,6 +191,7 @@ def test_only_what_is_missing_here_is_skipped(error, skipped):
         (["--lengths", "2048", "2"], "`--lengths` must be 3 or more; got 2"),
         (["--preset", "dem"], "did you mean 'demo'"),
         (["--rounds", "0"], "`--rounds` must be 1 or more; got 0"),
+        (["train", "--device", "cpu", "--families", "telemetry"], "`--families telemetry` needs a GPU; on a CPU"),
         (["--int8"], "`--int8` is for models that are not trained: lsgpt bench prefill decode --int8"),
         (["decode", "train", "--int8"], "`--int8` is for models that are not trained"),
     ],
@@ -250,6 +258,7 @@ def test_training_on_long_rows_is_timed_on_a_cpu_only_if_it_is_asked_for(tmp_pat
         ([], peers.ENGINES, torch.float32, 120.0, 3, True),
         (["--engines", "eager"], ("sdpa", "eager"), torch.float32, 120.0, 3, True),
         (["--quick"], ("sdpa",), torch.float32, 3.0, 2, False),
+        (["--dtype", "float32"], peers.ENGINES, torch.float32, 120.0, 3, True),
         (["--dtype", "bfloat16", "--budget", "7"], None, torch.bfloat16, 7.0, 3, False),
         (["--int8", "--rounds", "5"], None, torch.float32, 120.0, 5, False),
     ],
@@ -263,6 +272,19 @@ def test_what_is_run_by_default(tmp_path, runs, options, engines, dtype, budget,
     assert others[:3] == [budget, rounds, targets.TARGETS if has_targets else {}]
     assert shape.config.num_hidden_layers == (1 if "--quick" in options else 12)
     assert "gpt2" in others[4] and ("limit" in others[4]) == ("--quick" not in options)
+
+
+def test_batches_on_a_gpu(tmp_path, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(suite, "begin_result", lambda *args: {})
+    monkeypatch.setattr(suite, "measure_rates", lambda *args: (1.0, 1.0))
+    suite.main(["prefill", "decode", "--device", "cuda", "--output", str(tmp_path)])
+    sizes = [(name, shape.length, shape.batch_size) for name, shape, *_ in runs]
+    assert sizes == [
+        *(("prefill", length, size) for length, size in zip(suite.LENGTHS, (8, 2, 1))),
+        *(("decode", length, 16) for length in suite.LENGTHS),
+    ]
+    assert {shape.dtype for _, shape, *_ in runs} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["memory", "telemetry", "long_context", "quality", "split"])
@@ -441,11 +463,34 @@ def test_nothing_is_timed_before_the_gates(shape, monkeypatch):
         suite.run("prefill", shape, budget=0.0)
 
 
-def test_families_and_rounds_can_be_fewer(shape):
-    row = suite.run("prefill", shape, budget=0.0, min_rounds=1, families=("limit",))
+def test_families_and_rounds_can_be_fewer(shape, capsys):
+    row = suite.run("prefill", shape, budget=0.0, min_rounds=1, rates=(1.0, 1e30), families=("limit",))
     # `lsgpt` never stands without the same code with all heads global.
     assert {peer: len(x) for peer, x in row["seconds"].items()} == {"lsgpt sdpa": 1, "mhsa sdpa": 1, "limit sdpa": 1}
     assert [x["families"] for x in row["ratios"]] == [("lsgpt", "mhsa"), ("lsgpt", "limit"), ("limit", "mhsa")]
+    floors = row["floor_seconds"]
+    assert floors["lsgpt"] < floors["mhsa"]
+    suite.print_row(row | {"seconds": {"lsgpt sdpa": [1.5, 9.0, 1.0]}})
+    printed = capsys.readouterr().out
+    assert re.search(r"lsgpt sdpa +1500\.00 ms", printed)
+    assert re.search(rf"floor of mhsa +{1000 * floors['mhsa']:.2f} ms", printed)
+
+
+def test_what_is_dense_is_left_out_where_it_is_too_large():
+    """At 8,192 tokens a single layer's weights are, at 2,048 those of 12 layers together."""
+    for length, kept_layers, made in ((8192, 1, False), (2048, 12, False), (2048, 1, True)):
+        found = peers.Peers()
+        shape = Shape(load_preset("gpt2-small"), length, engines=("eager", "flex_attention"))
+        found.add_engines(shape, length, kept_layers, lambda *args: object(), lambda peer: None)
+        assert ("mhsa eager" in found) == made and ("mhsa eager" in found.skipped) != made
+        assert {f"{family} flex_attention" in found.skipped for family in ("lsgpt", "mhsa")} == {length == 8192}
+
+
+def test_decoding_says_which_engine_is_left_out(shape):
+    benchmark = decode.prepare(shape._replace(engines=("sdpa", "flex_attention")))
+    names = [f"{family} flex_attention" for family in ("lsgpt", "mhsa")]
+    assert [benchmark.skipped[name] for name in names] == ["single tokens are computed by `sdpa`"] * 2
+    assert not set(names) & benchmark.peers.keys()
 
 
 def test_limit_leaves_local_attention_out(shape):
@@ -693,6 +738,11 @@ def test_floor(monkeypatch):
     moved["attention"] = 12 * tokens * width * 2
     for name, size in moved.items():
         assert floor.floor_seconds(name, config, shape, (1e30, 1e9)) == pytest.approx(size / 1e9)
+    # In 8 bits, weights have half of the bytes; a third of the key/value heads has a third of their tensors' bytes.
+    in_8_bits = floor.floor_seconds("decode", config, shape._replace(int8=True), (1e30, 1e9))
+    assert in_8_bits == pytest.approx((matrices + 8 * config.kv_cache_bytes(2048)) / 1e9)
+    grouped = load_preset("gpt2-small", num_key_value_heads=4, num_global_heads=3)
+    assert floor.floor_seconds("attention", grouped, shape, (1e30, 1e9)) == pytest.approx(8 * tokens * width * 2 / 1e9)
     # The attention of 12 layers is what a token costs beyond its matrices, and 3.5 times that with the backward pass.
     alone = floor.floor_seconds("attention", config, shape, (1e12, 1e30))
     assert alone == pytest.approx(3.5 / 12 * tokens * (config.flops_per_token(2048) - 2 * matrices) / 1e12)

@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -120,6 +121,17 @@ def test_what_was_measured_is_not_measured_again(folder, monkeypatch):
     monkeypatch.setattr(quality, "load", None)
     for name in ("whole", "parts"):
         run("--output", f"out/{name}.json")
+
+
+def test_bytes_are_those_after_the_longest_passage(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    run("--lengths", "600", "700", "--output", "out/two.json", models=("source",))
+    items = [json.loads(line) for line in (folder / "out" / "two.jsonl").read_text().splitlines()]
+    assert {item["size"] for item in items if "bytes" in item} == {700}
+    run("--lengths", "600", "--output", "out/two.json")
+    source, ours = json.loads((folder / "out" / "two.json").read_text())["rows"]
+    assert "cache" not in ours  # the source's are of the other length
+    assert source["retrieval"].keys() == {"600", "700"} and ours["retrieval"].keys() == {"600"}
 
 
 def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
@@ -283,13 +295,15 @@ def test_beside_other_methods(folder, tmp_path, monkeypatch, capsys):
     """Without kvpress: the conversion, the same bytes as whole layers, and another checkpoint."""
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "kvpress", None)  # importing it fails, also where it is installed
-    output = tmp_path / "methods.json"
+    output, make_presses, shares = tmp_path / "methods.json", cache_methods.make_presses, []
+    monkeypatch.setattr(cache_methods, "make_presses", lambda *args: shares.append(args) or make_presses(*args))
     sizes = "--length 1500 --passages 2 --cache-share 0.3 --max-blocks 1"
     texts = ["--calibrate", "text.txt", "--text", "text.txt", "--checkpoints", "ls"]
     cache_methods.main(["source", *texts, *sizes.split(), "--save-whole", "whole", "--output", str(output)])
     rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["source", "LSGPT ls", "LSGPT", "whole layers"]
     assert rows["source"]["perplexity_ratio"] == rows["source"]["cache_ratio"] == 1
+    assert shares == [(pytest.approx((1500 + 3 * 546) / (4 * 1500)), ANY, 546)]  # the others get no more
     tokens = rows["source"]["bytes"] / (2 * 4 * 8 * 4)  # keys and values of 4 heads in all, of width 8, in float32
     assert rows["LSGPT"]["cache_ratio"] == pytest.approx((tokens + 3 * 546) / (4 * tokens), rel=0.01)
     assert all(row["passages"] == 2 and row["perplexity_ratio"] > 0.9 for row in rows.values())

@@ -13,6 +13,7 @@ import fresh
 import pytest
 import torch
 
+import lsgpt_cli
 from lsgpt.benchmarks import gate, long_context, memory, prefill, record, serving, split, suite, telemetry, train
 from lsgpt.benchmarks.peers import Benchmark, Peer, Shape
 from lsgpt.configuration import load_preset
@@ -195,8 +196,9 @@ def test_serving_counts_the_tokens_that_are_the_same(tmp_path, monkeypatch, caps
 
 
 def test_split_receives_what_the_formula_says(tmp_path):
-    options = ["--processes", "1", "3", "--length", "192", "--steps", "1", "--preset", "demo"]
-    fresh.run("-m", "lsgpt_cli", "bench", "split", *options, "--output", "split.json", cwd=tmp_path)
+    options = ["--processes", "1", "3", "--length", "192", "--steps", "2", "--preset", "demo"]
+    printed = fresh.run("-m", "lsgpt_cli", "bench", "split", *options, "--output", "split.json", cwd=tmp_path)
+    assert printed.count("of the time with --processes 1\n") == 4
     rows = json.loads((tmp_path / "split.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["model"], row["processes"]) for row in rows] == [(name, n) for name in split.MODELS for n in (1, 3)]
     config = load_preset("demo")
@@ -208,6 +210,40 @@ def test_split_receives_what_the_formula_says(tmp_path):
     assert [row["received_bytes"] for row in rows] == [0, expected[0], 0, expected[1]]
     assert all(row["received_bytes"] == row["formula_bytes"] and row["seconds"] > 0 for row in rows)
     assert all(row["peak_bytes"] < 1e8 for row in rows)
+
+
+def test_split_takes_the_highest_figures_and_the_bytes_of_the_last_process(monkeypatch):
+    def start(function, arguments, processes, start_method):
+        for rank in range(processes):
+            figures = {"peak_bytes": 9 - rank, "received_bytes": rank, "seconds": 5 - rank}
+            Path(arguments[0], f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
+
+    monkeypatch.setattr(split.multiprocessing, "start_processes", start)
+    assert split.run(3) == {"peak_bytes": 9, "received_bytes": 2, "seconds": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "dem"], "did you mean 'demo'"),
+        (["--processes", "0"], "`--processes` must be 1 or more; got 0"),
+        (["--length", "190"], "`--length` must be a multiple of every number of `--processes`; got 190"),
+    ],
+)
+def test_mistakes_are_found_before_processes_start(options, message, capsys):
+    command = ["bench", "split", "--processes", "1", "3", *options]
+    try:
+        assert lsgpt_cli.main(command) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_have_the_heads_of_their_names():
+    for name, heads in (("local-only", 0), ("global-only", 6)):
+        assert set(memory.build_model(name, 64, "demo").config.num_global_heads_per_layer) == {heads}
+    alike = serving.SHAPES["lsgpt"].equal_mhsa()
+    assert serving.SHAPES["mhsa"].num_global_heads_per_layer == alike.num_global_heads_per_layer
 
 
 @pytest.mark.parametrize("name", ["lsgpt-no-logits", "mhsa", "llama"])

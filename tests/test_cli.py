@@ -315,7 +315,8 @@ def test_long_lists_of_tensors_are_cut_off():
 
 def test_info_of_a_folder(trained, tmp_path, capsys):
     assert lsgpt_cli.main(["info", str(trained[0] / "runs" / "demo")]) == 0
-    assert "1 global + 1 local, 8 dimensions each" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "1 global + 1 local, 8 dimensions each" in output and "learned positions" not in output
     config = LSGPTConfig(num_hidden_layers=3, num_global_heads=[4, 0, 12], num_key_value_heads=3)
     config.save_pretrained(tmp_path)
     assert lsgpt_cli.main(["info", str(tmp_path), "--length", "4096"]) == 0

@@ -433,6 +433,12 @@ def test_tables_of_the_report(known_statistics):
         assert row in report
 
 
+def test_heads_that_a_layer_does_not_have(known_statistics, tmp_path):
+    inspection_report._write_json(tmp_path / "statistics.json", known_statistics, "model", "text", torch.zeros(1, 9))
+    kinds = json.loads((tmp_path / "statistics.json").read_text(encoding="utf-8"))["kinds"]
+    assert kinds == [["global", "local", "local"], ["global", "local", None]]
+
+
 def test_plot_of_all_heads(known_statistics, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(inspection_report.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
@@ -446,6 +452,8 @@ def test_plot_of_all_heads(known_statistics, tmp_path, monkeypatch):
         limits = {name: axes.images[0].get_clim() for name, axes in maps.items()}
         assert limits["distance"] == (0, 1200) and limits["effective rank"] == (0, 4)
         assert {limits[name] for name in limits.keys() - {"distance", "effective rank"}} == {(0, 1)}
+        lines = [list(line.get_xdata()) for line in maps["far"].lines]
+        assert lines == ([[0.5, 0.5], [0.5, 0.5]] if title else [])
         assert [maps["far"].yaxis.get_major_formatter()(row, None) for row in (0, 1, 2)] == ["0", "3", ""]
 
 

@@ -193,6 +193,7 @@ def test_the_card_tells_what_the_run_left(folder):
         expected,
         "none was over 100",
         "`words.txt` (local), in blocks of 64 tokens",
+        "max_length=64)",
         "was held out from the training; the first 2 blocks of it were used.",
         "It was not tuned to follow instructions.",
         "![Largest attention logits over the training](max_logits.png)",
@@ -587,3 +588,11 @@ def test_the_picture_shows_the_kinds_of_heads(tmp_path, num_global_heads, blue, 
     for color, expected in (((0x00, 0x60, 0xA8), blue), ((0xD5, 0x5E, 0x00), orange)):
         difference = abs(pixels - torch.tensor(color).numpy() / 255).max(axis=-1)
         assert bool((difference < 0.01).mean() > 0.02) == expected
+
+
+def test_the_picture_of_a_local_head_shows_its_window(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.fill", lambda axes, x, y, **_: drawn.append(list(zip(x, y))))
+    config = LSGPTConfig(num_global_heads=0, sliding_window=100, max_position_embeddings=1000)
+    draw_heads(config, tmp_path / "heads.png")
+    assert drawn == [[(0, 0), (1000, 1000), (900, 1000), (0, 100)]]

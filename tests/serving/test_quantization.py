@@ -233,6 +233,7 @@ def test_vllm_tells_the_quantization_which_layers_are_packed():
 def test_tensors_that_vllm_does_not_know():
     with pytest.raises(ValueError, match=r"`quantization_config` must say .* got `layers.0.mlp.up_proj.qweight`"):
         check_fits("layers.0.mlp.up_proj.qweight", torch.zeros(2), None)
+    check_fits("layers.0.mlp.up_proj.bias", torch.zeros(2), None)  # GPTQ writes it for layers without a bias
     for name in ("self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"):
         with pytest.raises(ValueError, match="must not have scales of the key/value cache"):
             check_fits(f"layers.0.{name}", torch.ones(1), None)
