@@ -70,11 +70,15 @@ lint: $(VENV)/installed  ## Check style, formatting and types
 	$(RUN) ruff format --check
 	$(RUN) mypy
 
+# Python compiles these modules when they are first imported: once, before many processes do it at the same time.
+COMPILE = import lsgpt.training.train, torch._dynamo
+
 # torch first and alone: with it installed, no other package can pull in another build of it.
 define install
 	[ -x $(@D)/bin/python ] || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt torch
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --constraint $(CONSTRAINTS) --editable '.$(EXTRA)'
+	$(@D)/bin/python -c "$(COMPILE)"
 	touch $@
 endef
 
@@ -95,6 +99,7 @@ $(FLOOR_VENV)/installed: constraints-floor.txt
 $(NEWEST_VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(install)
 	$(NEWEST_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps transformers==5.24.0
+	$(NEWEST_VENV)/bin/python -c "$(COMPILE)"
 
 # Without dependencies: what these versions of vLLM and Transformers need is in the file, and no more.
 $(SERVING_VENV)/installed: setup.cfg pyproject.toml constraints-serving.txt

@@ -25,7 +25,18 @@ from unittest import mock
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["datasets", "evaluate", "matplotlib.figure", "transformers.models.llama.modeling_llama", "transformers.trainer"]
+    [
+        "accelerate.commands.launch",
+        "datasets",
+        "evaluate",
+        "matplotlib.figure",
+        "scipy.stats",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "transformers.modeling_gguf_pytorch_utils",
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
+    ]
 )
 
 

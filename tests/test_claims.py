@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 def check_claims():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(ROOT / "docs")
-        return importlib.import_module("check_claims")
+        module = importlib.import_module("check_claims")
+        checks = cache(module.checks_of_pages)  # the same for all copies of the pages
+        monkeypatch.setattr(module, "checks_of_pages", lambda: list(checks()))
+        yield module
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ os.environ.update(
     {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",  # tiny tensors: a second thread would cost more than it brings
+        "TORCH_COMPILE_DISABLE": "1",  # these engines are eager, but for two small functions of vLLM's
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",

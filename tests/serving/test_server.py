@@ -24,14 +24,15 @@ START_SECONDS = 900
 
 
 @pytest.fixture
-def checkpoint(tiny_model, tmp_path):
-    """A model and its tokenizer, and the folder that has both."""
+def checkpoint(tiny_model, tmp_path, request):
+    """A model and its tokenizer, and the folder that has both. A parameter is the number of layers."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["def f(x):\n    return x"], vocab_size=270)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
     # The server pads the heads to 32.
     blocks = {"norm_type": "rms_norm", "gated_mlp": True, "position_embedding_type": "rope", "attention_sinks": True}
-    model = tiny_model(vocab_size=len(tokenizer), head_dim=20, **blocks)
+    layers = getattr(request, "param", 2)
+    model = tiny_model(vocab_size=len(tokenizer), head_dim=20, num_hidden_layers=layers, **blocks)
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -46,7 +47,7 @@ def server(checkpoint, tmp_path):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[2])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "lsgpt"]
     command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**26)]
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment = environment_of_users()
     environment["VLLM_CACHE_ROOT"] = str(tmp_path / "cache")  # compile here and now
     log = tmp_path / "log"
     address = f"http://127.0.0.1:{port}"
@@ -64,6 +65,12 @@ def server(checkpoint, tmp_path):
                 process.wait(60)
             except subprocess.TimeoutExpired:  # a server that is just starting may miss the signal
                 process.kill()
+
+
+def environment_of_users():
+    """Without what `conftest.py` sets for engines in the process of the tests: these models are compiled."""
+    own = "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE"
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def find_port():
@@ -107,12 +114,13 @@ def test_completions(server, checkpoint):
         assert choice["text"] and tokenizer.decode(tokens).startswith(choice["text"])
 
 
+@pytest.mark.parametrize("checkpoint", [1], indirect=True)  # a layer less to compile
 def test_snippet_of_the_model_cards(checkpoint, tmp_path):
     """The one for vLLM runs as printed, with the folder put in."""
     card = (Path(__file__).parents[2] / "model_cards" / "demo.md").read_text(encoding="utf-8")
     snippet = next(block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import LLM" in block)
     (tmp_path / "snippet.py").write_text(snippet.replace("runs/demo", str(checkpoint[2])), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment = environment_of_users()
     environment |= {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, str(tmp_path / "snippet.py")]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
