@@ -78,10 +78,10 @@ class GrowingLayer(DynamicLayer):
         length = self.keys.shape[2] if self.is_initialized and self.keys.numel() else 0
         if length == 0 or torch.is_grad_enabled() or not is_plain or torch.jit.is_tracing():
             return super().update(key_states, value_states, *args, **kwargs)
-        pairs = (self.keys, key_states), (self.values, value_states)
-        if any(torch.promote_types(old.dtype, new.dtype) != old.dtype for old, new in pairs):
-            self.buffers = None  # they were filled under autocast, and cannot hold these
-            return super().update(key_states, value_states, *args, **kwargs)
+        for old, new in ((self.keys, key_states), (self.values, value_states)):
+            if old.dtype != new.dtype and torch.promote_types(old.dtype, new.dtype) != old.dtype:
+                self.buffers = None  # they were filled under autocast, and cannot hold these
+                return super().update(key_states, value_states, *args, **kwargs)
         end = length + key_states.shape[2]
         if self.buffers is None or not self.buffers.begin_with(self.keys, self.values, end):
             self.buffers = Buffers(self.keys, self.values, end - length + max(end // ROOM, 1))
