@@ -147,7 +147,9 @@ def test_the_qualities_follow_from_every_block_and_passage():
     assert json.loads(json.dumps(rows)) == result["rows"]
     for row in rows:
         counts = {x["passages"] for x in row["retrieval"].values()}
-        assert (counts == {100}) == (row["model"] in ("smollm2.gguf", "smollm2-ls", "smollm2-ls-35"))
+        assert (counts == {100}) == (
+            row["model"] in ("smollm2.gguf", "smollm2-ls", "smollm2-ls-35", "smollm2-ls-healed-cpu")
+        )
 
 
 def test_numbers_at_the_top_are_those_of_the_results():
@@ -248,6 +250,11 @@ def test_figures_of_conversions_in_prose_are_those_of_the_results():
         f"healed {of_healed[1]}; the others change little."
     ) in measurements
     assert all(abs(of_healed[i] - converted[i]) <= 4 for i in (0, 2))  # "little"
+    on_cpu, counts = answered(measured(names[0], names[1], "smollm2-ls-healed-cpu"), "smollm2-ls-healed-cpu", 1024)
+    sentence = (
+        f"Healed on CPUs, it answers {on_cpu[1]} of all {counts[1]}, and {sum(on_cpu)} of the {sum(counts)} numbers."
+    )
+    assert sentence in measurements
     intervals = [rows[name]["far"]["1024"]["paraphrased"]["interval"] for name in ("", "-healed")]
     assert intervals[0][1] < intervals[1][0]
     runs = [json.loads(read(f"benchmarks/results/quality/{name}.json")) for name in ("healing", "healing-two-cores")]
