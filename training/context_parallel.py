@@ -92,7 +92,7 @@ class ContextParallelismConfig(ParallelismConfig):
             elif has_labels and loader not in (None, training_loader):  # no teacher's
                 kwargs = evaluation_inputs(kwargs, loader, self.cp_size)
             elif not (has_labels or kwargs.get("num_items_in_batch") is None or is_whole(loader)):
-                raise ValueError(LOSS_OUTSIDE)  # a stock `Trainer` would divide by too few
+                raise ValueError(LOSS_OUTSIDE)  # a stock `Trainer` would divide by too few labels
             return forward(*args, **kwargs)
 
         model.forward = forward_with_checks
@@ -100,7 +100,7 @@ class ContextParallelismConfig(ParallelismConfig):
 
 
 def is_whole(loader: DataLoader | None) -> bool:
-    """Whether an `LSGPTTrainer` made the loader, of whose rows every process gets others."""
+    """Whether an `LSGPTTrainer` made the loader, which gives every process different rows."""
     return getattr(loader, "is_for_all_processes", False)
 
 
