@@ -15,7 +15,7 @@ import torch
 
 import lsgpt_cli
 from lsgpt.benchmarks import gate, long_context, memory, prefill, record, serving, split, suite, telemetry, train
-from lsgpt.benchmarks.peers import Benchmark, Peer, Shape
+from lsgpt.benchmarks.peers import Benchmark, Peer
 from lsgpt.configuration import load_preset
 from lsgpt.training.data import train_tokenizer
 from lsgpt.training.telemetry import summarize_max_logits
@@ -95,7 +95,7 @@ def test_results_name_the_commit(tmp_path, monkeypatch):
 
 
 def test_pages_show_the_committed_results():
-    script = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "fill_measurements.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "fill_measurements.py"))
     pages = [page.read_text(encoding="utf-8") for page in script["PAGES"]]
     for page in pages:
         assert page.count("<!-- table: ") == page.count("<!-- end -->") > 0
@@ -104,7 +104,7 @@ def test_pages_show_the_committed_results():
 
 
 def test_tables_come_from_results_that_name_their_command_and_commit():
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     page = (docs / "measurements.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)]*)\)", "".join(re.findall("^From .*$", page, re.MULTILINE)))
     assert len(links) > 15
@@ -116,7 +116,7 @@ def test_tables_come_from_results_that_name_their_command_and_commit():
 
 
 def test_pictures_are_those_of_the_results(tmp_path):
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     script = runpy.run_path(str(docs / "draw.py"))
     for name in script["PICTURES"]:
         script["draw"](name, tmp_path)
@@ -257,11 +257,6 @@ def test_memory_of_llamas_blocks(name, tmp_path):
     assert config.model_type == ("llama" if name == "llama" else "lsgpt")
     if name != "llama":
         assert config.num_global_heads_per_layer == ([2, 0] if name == "lsgpt-no-logits" else [6, 6])
-
-
-@pytest.fixture
-def shape():
-    return Shape(load_preset("demo", sliding_window=20), length=75, batch_size=2, engines=("sdpa",))
 
 
 def test_times_are_those_of_one_repetition(shape, monkeypatch):

@@ -28,7 +28,7 @@ from lsgpt.conversion import ask, convert_pretrained, make_passages
 from lsgpt.training.data import train_tokenizer
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "quality"
 SMALL = "--text text.txt --tokens 9000 --block_sizes 300 --lengths 600 --passages 3 --distance 64 --output out/q.json"
 
 
