@@ -128,7 +128,7 @@ def check(options: argparse.Namespace):
     expected = {**measured["expected"], "max_logit": max(measured["expected"].values())}
     for name, value in expected.items():
         logged = measured["logged"].get(name)
-        if logged is None or abs(logged - value) > 1e-5 * value:
+        if logged is None or not abs(logged - value) <= 1e-5 * value:  # NaN fails, too
             raise RuntimeError(f"`{name}` of the batch is {value}, but {logged} was logged")
     compare_losses(without, measured)
     print(f"checked: {len(expected)} maxima of a batch, and the losses of {steps} steps with and without the callback")

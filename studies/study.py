@@ -125,7 +125,7 @@ class TrainingStudy(Study):
         `ValueError` or `ImportError` if an arm's recipe is invalid, or needs a package that is missing.
         """
         base = self.base(fields)
-        given = {field.removeprefix("--").partition("=")[0] for field in fields if field.startswith("--")}
+        given = {field[2:].partition("=")[0].replace("-", "_") for field in fields if field.startswith("--")}
         for arm in arms:
             if own := sorted(given & {"seed", "output_dir", *self.arms[arm]} - {"config_overrides"}):
                 raise ValueError(f"`{own[0]}` must not be given, because every run of {arm} has its own")

@@ -51,10 +51,11 @@ def test_telemetry_overhead_is_that_of_the_measured_steps():
     assert summary["implied_ratio"] == pytest.approx(1.075)
 
 
-def test_telemetry_that_measures_wrongly_is_not_timed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("factor", [1.001, torch.nan])
+def test_telemetry_that_measures_wrongly_is_not_timed(factor, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "lsgpt.training.telemetry.summarize_max_logits",
-        lambda maxima, *others: summarize_max_logits(maxima * 1.001, *others),
+        lambda maxima, *others: summarize_max_logits(maxima * factor, *others),
     )
     with pytest.raises(RuntimeError, match="of the batch is"):
         telemetry.main([*TINY, "--output", str(tmp_path / "results.json")])

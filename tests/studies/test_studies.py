@@ -144,7 +144,10 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch, trained_on):
             for option in ("--only", "--seeds", "--processes", "--output-dir", "--max_stps")
         ),
         (["learning-rates", "--seed", "3"], "`seed` must not be given, because every run of mhsa-lr0.001 has its own"),
-        (["lengths", "--block_size=64"], "`block_size` must not be given, because every run of mhsa-n64 has its own"),
+        *(
+            (["lengths", *option], "`block_size` must not be given, because every run of mhsa-n64 has its own")
+            for option in (["--block_size=64"], ["--block-size", "64"])
+        ),
         (["learning-rates", "--max_stps", "3"], "unknown field '--max_stps'; did you mean '--max_steps'"),
     ],
 )
