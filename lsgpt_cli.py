@@ -438,7 +438,7 @@ def _load(name: str, **options):
     import lsgpt  # noqa: F401 (registers LSGPT with the Auto classes)
     from lsgpt.utilities import load_complete, load_tokenizer
 
-    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is no folder here, from the Hub"
+    place = repr(name) if os.path.isdir(name) else f"{name!r}, which is not a folder here, from the Hub"
     try:
         tokenizer = load_tokenizer(name)
         model = load_complete(name, device_map="auto", **options)

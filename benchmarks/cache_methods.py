@@ -171,11 +171,14 @@ def main(arguments: list[str]):
     parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")
     parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
     parser.add_argument("--save-whole", metavar="FOLDER", help="keep the one with whole layers, to heal it")
-    parser.add_argument("--length", type=int, default=4096, help="tokens in a passage; default: %(default)s")
+    parser.add_argument("--length", type=at_least(1), default=4096, help="tokens in a passage; default: %(default)s")
     parser.add_argument("--passages", type=at_least(1), default=20, help="default: %(default)s")
     parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
     parser.add_argument(
-        "--max-blocks", type=int, default=4, help="of --calibrate, as for `lsgpt convert`; default: %(default)s"
+        "--max-blocks",
+        type=at_least(1),
+        default=4,
+        help="of --calibrate, as for `lsgpt convert`; default: %(default)s",
     )
     parser.add_argument(
         "--output",

@@ -17,7 +17,7 @@ from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .decode import live_bytes
 from .memory import in_own_process
-from .record import OUTPUT, begin_result, result_file, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) -> dict[str, float]:
@@ -54,15 +54,15 @@ def prefill(length: int, chunk_length: int, num_global_heads: int | str | None) 
 def main(arguments: list[str]):
     """Runs the prompts, prints their time and memory, and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench long_context", description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=2**17, help="tokens of the prompt; default: %(default)s")
+    parser.add_argument("--length", type=at_least(1), default=2**17, help="tokens of the prompt; default: %(default)s")
     parser.add_argument(
-        "--local_length", type=int, default=2**20, help="tokens, local heads only; default: %(default)s"
+        "--local_length", type=at_least(1), default=2**20, help="tokens, local heads only; default: %(default)s"
     )
     parser.add_argument(
-        "--chunk_length", type=int, default=2**13, help="tokens per chunk of that; default: %(default)s"
+        "--chunk_length", type=at_least(1), default=2**13, help="tokens per chunk of that; default: %(default)s"
     )
     parser.add_argument(
-        "--mhsa_length", type=int, default=2**15, help="tokens of the comparison; default: %(default)s"
+        "--mhsa_length", type=at_least(1), default=2**15, help="tokens of the comparison; default: %(default)s"
     )
     parser.add_argument(
         "--output", type=result_file, metavar="FILE", default=OUTPUT / "long_context.json", help="default: %(default)s"

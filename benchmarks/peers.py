@@ -411,7 +411,7 @@ def _attend_globally(layer, query, key, value, attention_mask, past_key_values=N
 
 
 def example_sinks(config: LSGPTConfig, num_global_heads: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Sinks `(H,)` of a layer, all but 0 for global heads; they are exact in every precision. `None` without any."""
+    """Sinks `(H,)` of a layer, exact in every precision, `NO_SINK` for global heads. `None` without any."""
     num_local_heads = config.num_attention_heads - num_global_heads
     if not config.attention_sinks or num_local_heads == 0:
         return None

@@ -41,7 +41,7 @@ from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 ROUNDS = 20
 BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Where the intervals of positions begin for which the loss is listed."""
+"""First positions of the intervals for which the loss is listed."""
 FAR = (1024, 2048)
 """Retrieval is also listed for numbers that are at least so many tokens before their question."""
 
@@ -127,7 +127,7 @@ def measure_block(model: PreTrainedModel, ids: torch.Tensor) -> dict:
 
 @torch.no_grad()
 def measure_passage(model: PreTrainedModel, passage, with_bytes: bool) -> dict:
-    """Asks the questions of a passage: whether each digit of each answer is right. With the bytes of a real cache."""
+    """Asks a passage's questions: is each digit of each answer right? `with_bytes` adds the size of a real cache."""
     found: dict[str, Any] = {"right": dict(zip([q.kind for q in passage.questions], ask(model, passage)))}
     found["distances"] = {question.kind: question.distance for question in passage.questions}
     if with_bytes:

@@ -1,11 +1,11 @@
 """Result files: where they go, and what each of them records about the measurement."""
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from lsgpt.training.results import to_json
 from lsgpt.utilities import check_writable
 from lsgpt.utilities.environment import describe_environment
 
@@ -49,6 +49,6 @@ def begin_result(*command: str) -> dict:
 
 
 def write_result(path: Path, result: dict):
-    """Writes results as JSON, and creates the folder if necessary."""
+    """Writes results in the form of `to_json`, and creates the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.write_text(to_json(result, indent=2) + "\n", encoding="utf-8")

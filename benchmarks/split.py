@@ -25,7 +25,7 @@ from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .memory import start_method
 from .peers import load_shape
-from .record import OUTPUT, begin_result, result_file, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 MODELS = {"lsgpt": {}, "mhsa": {"num_global_heads": "all"}}
@@ -102,9 +102,11 @@ def run(processes: int, *arguments) -> dict[str, float]:
 def main(arguments: list[str]):
     """Measures both models with every number of processes, prints the figures and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench split", description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
-    parser.add_argument("--length", type=int, default=2**14, help="tokens of the sequence; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=2, help="the fastest counts; default: %(default)s")
+    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument(
+        "--length", type=at_least(1), default=2**14, help="tokens in the sequence; default: %(default)s"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=2, help="the fastest counts; default: %(default)s")
     parser.add_argument(
         "--preset", default="paper-v1", metavar="PRESET_OR_FOLDER", help="shape of the models; default: %(default)s"
     )
@@ -117,8 +119,6 @@ def main(arguments: list[str]):
         name: load_shape(options.preset, max_position_embeddings=options.length, **fields)
         for name, fields in MODELS.items()
     }
-    if min(options.processes) < 1:
-        parser.error(f"`--processes` must be 1 or more; got {min(options.processes)}")
     if any(options.length % processes for processes in options.processes):
         parser.error(f"`--length` must be a multiple of every number of `--processes`; got {options.length}")
     result = begin_result("split", *arguments) | {"rows": []}

@@ -18,7 +18,7 @@ from lsgpt.configuration import load_preset
 from lsgpt.modeling_lsgpt import LOCAL
 from lsgpt.training import LogitTelemetryCallback
 
-from .record import OUTPUT, begin_result, result_file, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 LIMIT = 1.03
@@ -170,12 +170,14 @@ def summarize(rounds: list[dict], every_n_steps: int) -> dict:
 def main(arguments: list[str]):
     """Checks, measures every round, prints the times and ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench telemetry", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each training")
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of trainings, without and with the callback")
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
-    parser.add_argument("--every_n_steps", type=int, default=50, help="interval of the callback's measurements")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=at_least(1), default=50, help="optimizer steps of each run")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="pairs of runs, without and with the callback")
+    parser.add_argument("--batch_size", type=at_least(1), default=1)
+    parser.add_argument("--length", type=at_least(1), default=2048, help="tokens in a sequence")
+    parser.add_argument(
+        "--every_n_steps", type=at_least(1), default=50, help="interval of the callback's measurements"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--preset", default="paper-v1")
     parser.add_argument(
         "--output", type=result_file, metavar="FILE", default=OUTPUT / "telemetry.json", help="default: %(default)s"

@@ -25,7 +25,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Reads YAML with numbers such as 1e-5. Raises `yaml.YAMLError` if it is no YAML."""
+    """Reads YAML with numbers such as 1e-5. Raises `yaml.YAMLError` if the text is not YAML."""
     return yaml.load(text, _Loader)
 
 

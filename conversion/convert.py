@@ -35,7 +35,7 @@ def convert(
     """
     Converts a checkpoint of nanoGPT, the paper's code, GPT-2 or a decoder with Llama's blocks (see `decoders`) to an
     LSGPT checkpoint with the same logits. The dtype is kept; GGUF files become float32. Tokenizer, chat template and
-    generation configuration are carried over; licence and origin are written into the metadata of a README.md.
+    generation configuration are carried over; license and origin are written into the metadata of a README.md.
 
     With a text, some heads become local and get sinks: those that the loss needs least. This is measured on one part
     of the text, and perplexity and retrieval before and after on the other. `report.md` shows the results. How
@@ -130,7 +130,7 @@ def _check_measurable(source, model, tokenizer, text):
     """Raises `ValueError` if the heads of a source cannot be measured on a text."""
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the source must have a tokenizer with an end-of-text token to read a text with; {source!r} has none"
+            f"the source must have a tokenizer with an end-of-text token, to separate documents; {source!r} has none"
         )
     counts = model.config.num_global_heads_per_layer
     if 0 in counts:

@@ -73,7 +73,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_gguf_origin(path: str | Path) -> dict[str, str]:
-    """Reads what a GGUF file says about licence and origin, under the field names of model cards."""
+    """Reads what a GGUF file says about license and origin, under the field names of model cards."""
     metadata, _ = read_gguf(path)
     origin = {field: metadata[name] for field, name in _CARD_FIELDS.items() if metadata.get(name)}
     if "base_model" in origin:

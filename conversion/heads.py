@@ -308,7 +308,7 @@ def _measure_losses(
     model: LSGPTForCausalLM, passages: Iterable[tuple[torch.Tensor, torch.Tensor]], window: int, sinks: Sinks
 ) -> torch.Tensor | None:
     """
-    Measures how fast the loss rises as a head becomes local, `(L, H_kv)`, or nothing without passages.
+    Measures how fast the loss rises as a head becomes local, `(L, H_kv)`, or `None` without passages.
 
     All outputs are half those of a global head, half those of a local one with its sink. The rise is the derivative
     with respect to the local part, so that it includes what the head does together with all others. The loss is the
@@ -359,14 +359,12 @@ def _measure_losses(
 @contextlib.contextmanager
 def replaced(modules: Iterable[nn.Module], name: str, replace: Callable[[Any, int], Callable]) -> Iterator[None]:
     """Within this context, what `replace` returns for each module and its index stands in for the method `name`."""
-    modules = list(modules)
-    for i, module in enumerate(modules):
-        setattr(module, name, replace(module, i))
-    try:
+    with contextlib.ExitStack() as undo:
+        for i, module in enumerate(modules):
+            own = vars(module).get(name)  # a `forward` with Accelerate's hooks, for example
+            undo.callback(*((delattr, module, name) if own is None else (setattr, module, name, own)))
+            setattr(module, name, replace(module, i))
         yield
-    finally:
-        for module in modules:
-            delattr(module, name)
 
 
 def _full_windows(length: int, window: int) -> Iterator[tuple[int, int]]:
@@ -413,7 +411,7 @@ def _check_windowed_layers(
     if any(is_windowed) and config.attention_sinks:
         raise ValueError("`attention_sinks` must be False for a model with layers that have a window")
     if any(is_windowed) and sinks is not None:
-        raise ValueError("`sinks` must be None for a model with layers that have a window, which are to get none")
+        raise ValueError("`sinks` must be None for a model with layers that have a window; they get no sinks")
     for layer, (stays_local, chosen) in enumerate(zip(is_windowed, global_kv_heads)):
         if stays_local and chosen:
             raise ValueError(

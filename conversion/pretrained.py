@@ -1,4 +1,4 @@
-"""Converts pretrained models of Transformers to LSGPT, along with their tokenizer, licence and origin."""
+"""Converts pretrained models of Transformers to LSGPT, along with their tokenizer, license and origin."""
 
 import shutil
 from collections.abc import Callable
@@ -194,7 +194,7 @@ def write_origin(source: str | Path, folder: str | Path, origin: dict):
     its metadata names. What lies beside a GGUF file need not belong to it, so that a LICENSE is copied only if named.
     """
     name = source if origin.get("base_model") == str(source) else Path(source).name
-    text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the licence and origin from this file."
+    text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the license and origin from this file."
     ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
     link = origin.get("license_link")
     for name in {link, None if _is_gguf(source) else "LICENSE"} - {None}:

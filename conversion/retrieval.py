@@ -132,7 +132,7 @@ def make_passages(
 
 
 def _count_digit_tokens(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int:
-    """How many tokens at the end have a digit; a space before the number, which could be guessed, is none of them."""
+    """How many tokens at the end have a digit. A space before the number, which could be guessed, does not count."""
     count = 0
     while count < len(ids) and any(map(str.isdigit, tokenizer.decode(ids[len(ids) - count - 1].item()))):
         count += 1

@@ -568,14 +568,14 @@ def checks_of_tools() -> list[Check]:
 
 
 def identity(line: dict) -> tuple:
-    """The same for a run that stands in several studies."""
+    """What identifies a run, also where several studies contain it."""
     values = line["values"]
     copied = (values.get("eval_loss"), values.get("train_seconds"))
     return (line["seed"], *(copied if None not in copied else (line["arm"], line["seconds"])))
 
 
 def checks_of_pages() -> list[Check]:
-    """All of them."""
+    """All checks of the three pages."""
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in (CLAIMS, AVERAGING, SOFT))
     studies = set(re.findall(r"studies/results/([\w-]+)/report\.md", pages))
     runs = {identity(line): line for study in sorted(studies) for line in lines_of(study)}

@@ -1,7 +1,7 @@
 """
 The raw results of the studies, values computed from them, and verdicts on differences, for `check_claims.py`.
 
-Like that, it imports nothing of `lsgpt`. Values are kept by seed, since arms are compared seed by seed.
+Like that module, it imports nothing from `lsgpt`. Values are kept by seed, since arms are compared seed by seed.
 """
 
 import itertools

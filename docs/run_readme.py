@@ -51,7 +51,7 @@ def make_source(folder: Path, max_position_embeddings: int = 256):
 
 
 def commands(readme: str) -> list[tuple[list[str], str | None]]:
-    """The commands of the blocks, those of installation left out, each with the output that must follow, if shown."""
+    """The commands of the blocks, except installation, each with the output that the page shows, if any."""
     found = []
     for language, content in re.findall(r"^```(\w+)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
         if language == "bash":
@@ -73,7 +73,7 @@ def run(readme: str, execute: Callable[[list[str]], str], smaller: dict[str, str
         smaller: Options for commands, by the words that follow `lsgpt`.
 
     Raises:
-        AssertionError: If a command prints something else than the page shows.
+        AssertionError: If a command does not print what the page shows.
     """
     for words, expected in commands(readme):
         options = next((more for start, more in smaller.items() if " ".join(words[1:]).startswith(start)), "")

@@ -28,7 +28,7 @@ PAGE_TOKENS = 128
 """Maximum number of tokens in the passage on the page."""
 
 PAGE_WEIGHTS = 2_000_000
-"""Maximum number of attention weights on the page, which then has about 5 MB."""
+"""Maximum number of attention weights on the page, which is then about 5 MB in size."""
 
 PAGE_SCALE = 10_000
 """Weights on the page are integers, in units of one ten-thousandth."""
@@ -91,7 +91,7 @@ def check_length(length: int | None, config: PreTrainedConfig) -> int:
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and length < 2:
-        raise ValueError(f"`length` must be at least 2, or a token has no other to look at; got {length}")
+        raise ValueError(f"`length` must be at least 2, so that a token has another one to look at; got {length}")
     if positions and length and length > positions:
         raise ValueError(f"`length` must be at most {positions}, the number of positions of the model; got {length}")
     return length or min(LENGTH, positions or LENGTH)

@@ -81,7 +81,7 @@ FIGURES = {
     "the same, as many as there are tokens where each looks at a key of its own"),
     "first_token": ("first token", f"share of attention on the block's first token; above {SINK:.0%}, the head is a "
     "*sink head*"),
-    "learned_sink": ("learned sink", "share of attention that goes to the head's learned sink, which is no token: "
+    "learned_sink": ("learned sink", "share of attention that goes to the head's learned sink, which is not a token: "
     "the weights of the keys sum to the rest"),
     "far_mass": ("far", "share of attention on far keys, of queries that have any"),
     "far_mass_without_first": ("far, not first", "the same without the first token"),

@@ -62,14 +62,14 @@ def make_card(
     Args:
         folder: The checkpoint with its tokenizer. The card links to `heads.png` (see `draw_heads`) and plots in it.
         repo_id: The model's name on the Hub, for title and snippets; by default, the folder.
-        license: The weights' licence, an identifier of the Hub such as `apache-2.0`. By default, it is taken from the
+        license: The weights' license, an identifier of the Hub such as `apache-2.0`. By default, it is taken from the
             metadata of a README.md in the folder, or else from the run's recipe, or else likewise from the folder of
             the checkpoint that the run started from.
         language: Language codes for the metadata.
         tags: Additional tags for the metadata.
 
     Raises:
-        ValueError: If there is no checkpoint, no tokenizer, or no licence.
+        ValueError: If there is no checkpoint, no tokenizer, or no license.
     """
     folder = Path(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder, local_files_only=True)
@@ -191,17 +191,17 @@ def draw_heads(config: LSGPTConfig, file: str | Path | BinaryIO):
 
 def find_license(folder: Path, known: dict, license: str | None) -> dict[str, str]:
     """
-    The metadata about the licence of the weights in `folder`, out of all that is `known` (see `_find_metadata`) unless
+    The metadata about the license of the weights in `folder`, out of all that is `known` (see `_find_metadata`) unless
     it is given: `license`, and for `other` its name and link.
 
     Raises:
-        ValueError: If there is no licence, or it is `other` and has no name. Only the Hub knows its identifiers; an
+        ValueError: If there is no license, or it is `other` and has no name. Only the Hub knows its identifiers; an
             upload fails with an unknown one before anything is published.
     """
     license = license or known.get("license")
     if not license:
         raise ValueError(
-            "`license` must be given, the licence of the weights as the Hub names it, such as apache-2.0; "
+            "`license` must be given, the license of the weights as the Hub names it, such as apache-2.0; "
             f"{str(folder)!r} has none in a recipe.yaml or in the metadata of a README.md"
         )
     if license != "other":
@@ -218,7 +218,7 @@ def find_license(folder: Path, known: dict, license: str | None) -> dict[str, st
 def _find_metadata(folder: str | Path) -> dict:
     """
     Reads the metadata of a README.md in the folder. Missing fields are taken from the checkpoint that the run started
-    from, and in turn from that before it; for the licence, the run's recipe comes first.
+    from, and in turn from that before it; for the license, the run's recipe comes first.
     """
     known = {}
     for place in reversed(lineage(folder)):

@@ -136,7 +136,7 @@ def create_masks(config: LSGPTConfig, visibility: dict[str, Visibility]) -> Atte
         return AttentionMasks({ALL_HEADS: mask}, visibility, {**sees_sink, ALL_HEADS: sees_sink[local]})
     masks = {}
     for kind, v in visibility.items():
-        if v.mask is not None and v.mask.dtype != torch.bool and create not in _GETS_ADDITIVE_MASKS:
+        if v.mask is not None and v.mask.dtype != torch.bool and create not in _REFUSES_ADDITIVE_MASKS:
             masks[kind] = v.dense()  # as Transformers does: a mask function cannot express an additive mask
             continue
         masks[kind] = create(
@@ -178,7 +178,7 @@ def create_masks_for_generate(
 
 
 def dense_mask(mask_function: Visibility, **kwargs) -> torch.Tensor:
-    """The dense mask `(B, 1, T, S)`, also for `eager`: with Transformers' mask, padding would have weights."""
+    """The dense mask `(B, 1, T, S)`. `eager` uses it, too: with Transformers' mask, padding would get weight."""
     return mask_function.dense()
 
 
@@ -507,4 +507,4 @@ ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"] = flash_mask
 ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = checked_flash_attention_forward
 windowed_sdpa_attention_forward.takes_sinks_of_queries = True
 flex_attention_forward_with_sinks.takes_sinks_of_queries = True
-_GETS_ADDITIVE_MASKS = (flash_mask, flex_mask)  # which refuse them by name
+_REFUSES_ADDITIVE_MASKS = (flash_mask, flex_mask)  # with an error that says so

@@ -35,7 +35,7 @@ class Buffers:
     gets room of its own.
     """
 
-    # In a `__dict__`, Transformers' exporters would find these tensors, which are no outputs.
+    # In a `__dict__`, Transformers' exporters would find these tensors, which are not outputs.
     __slots__ = ("filled", "tensors")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, room: int):
@@ -44,7 +44,7 @@ class Buffers:
         for buffer, states in zip(self.tensors, (keys, values)):
             buffer[:, :, :length] = states
         self.filled = length
-        """Number of tokens that somebody has written."""
+        """Number of tokens written so far by any of the copies."""
 
     def begin_with(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> bool:
         """
@@ -124,7 +124,7 @@ def accept_cache(function: Callable) -> Callable:
     def accepting(*args, cache: Cache | None = None, **kwargs):
         if cache is not None:
             if kwargs.get("past_key_values") is not None:
-                raise ValueError("pass only one of `cache` and `past_key_values`, which are names for the same")
+                raise ValueError("pass only one of `cache` and `past_key_values`, two names for the same thing")
             kwargs["past_key_values"] = cache
         return function(*args, **kwargs)
 
@@ -133,8 +133,8 @@ def accept_cache(function: Callable) -> Callable:
 
 def prepare_cache(config: LSGPTConfig, cache: Cache, q_length: int):
     """
-    Makes filled layers of a dynamic cache grow in place. Raises `ValueError` if it is none, of another model, or has a
-    window that is too small for the cached tokens and `q_length` new ones.
+    Makes filled layers of a dynamic cache grow in place. Raises `ValueError` if it is not a cache, belongs to another
+    model, or has a window that is too small for the cached tokens and `q_length` new ones.
     """
     if not isinstance(cache, Cache):
         got = type(cache).__name__

@@ -120,7 +120,7 @@ def check_layers(layers: Iterable[nn.Module]):
         )
 
 
-def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int]):
+def check_shape(name: str, x: torch.Tensor | None, reason: str, *shapes: Sequence[int | str]):
     """Raises `ValueError` if a tensor is given and has none of the shapes; the message names the first one."""
     if x is not None and tuple(x.shape) not in map(tuple, shapes):
         raise ValueError(f"`{name}` must have shape {tuple(shapes[0])}, {reason}; got {tuple(x.shape)}")
@@ -131,7 +131,7 @@ def may_look_at(x: torch.Tensor, q_length: int = 2) -> bool:
     Whether to inspect values: not while tracing, nor in `torch.func.vmap`; for a single token on the CPU only, to
     avoid a synchronization.
     """
-    if x.device.type == "cpu" and type(x) is torch.Tensor:  # no fake tensor, so that two cheap questions are enough
+    if x.device.type == "cpu" and type(x) is torch.Tensor:  # not a fake tensor, so two cheap checks are enough
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     else:
         is_traced = q_length == 1 or is_tracing(x)

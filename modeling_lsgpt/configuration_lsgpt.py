@@ -59,7 +59,7 @@ CHOICES = {
     "norm_type": ("layer_norm", "rms_norm", "rms_norm_after", "rms_norm_around"),
     "qk_norm": (False, True, "all_heads"),
 }
-"""The values of fields that have only a few."""
+"""Allowed values of the fields that have only a few."""
 
 # Where the Auto classes find the code inside a checkpoint, whichever of the four models was saved.
 AUTO_MAP = {

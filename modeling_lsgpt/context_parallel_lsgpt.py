@@ -15,6 +15,7 @@ heads, D `head_dim`, W `sliding_window`.
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -264,23 +265,21 @@ def split_sequences(model: nn.Module, group) -> Callable[[], None]:
         last_position = part.pop("last_position")
         return whole(**part, past_key_values=ContextParallelCache(visibility, create_masks, group), use_cache=False)
 
-    def end():
-        model.forward = whole
-        for rope in ropes:
-            del rope.forward
-        for layer in layers:
-            del layer._can_checkpoint_with_cache
-        for attention in attentions:
-            del attention.attend
+    undo = ExitStack()
 
-    model.forward = forward
+    def put(module, name, value):
+        own = vars(module).get(name)  # a `forward` with Accelerate's hooks, for example
+        undo.callback(*((delattr, module, name) if own is None else (setattr, module, name, own)))
+        setattr(module, name, value)
+
+    put(model, "forward", forward)
     for rope in ropes:
-        rope.forward = partial(rotate, rope.forward)
+        put(rope, "forward", partial(rotate, rope.forward))
     for attention in attentions:
-        attention.attend = attend_in_spans(attention)
+        put(attention, "attend", attend_in_spans(attention))
     for layer in layers:  # the exchange is repeated when checkpointing computes a layer again, on every process
-        layer._can_checkpoint_with_cache = True
-    return end
+        put(layer, "_can_checkpoint_with_cache", True)
+    return undo.close
 
 
 def take_part(config: LSGPTConfig, inputs: dict[str, Any], group) -> tuple[dict[str, Any], dict[str, Visibility]]:

@@ -205,6 +205,12 @@ def _attend_with_sinks(query, key, value, mask, sinks, scaling: float, dropout: 
     return output[..., :head_dim]
 
 
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 class _SinkAttention(torch.autograd.Function):
     """
     Attention with sinks, using the operators that `scaled_dot_product_attention` itself calls on the CPU.
@@ -217,8 +223,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(query, key, value, mask, sinks, scaling: float):
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        mask = _additive(mask, query.dtype)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         output, lse = attend(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
         lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -235,8 +240,7 @@ class _SinkAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient, _):
         query, key, value, output, lse, sinks, mask = ctx.saved_tensors
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        mask = _additive(mask, query.dtype)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(gradient, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=ctx.scaling)
         weights = (sinks - lse).exp()

@@ -105,7 +105,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 else:
                     gradient -= target
                 gradient = gradient.to(dtype)
-                # Tokens are left out here, where each has `d` numbers, and not above, where each has `V`.
+                # Tokens are selected here, where each has `d` numbers, not above, where each has `V`.
                 if needs_states:
                     states_gradients.append((gradient @ matrix).where(is_counted, 0.0))
                 if needs_weight:

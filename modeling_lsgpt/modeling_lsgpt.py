@@ -82,7 +82,7 @@ class LSGPTMLP(nn.Module):
 
 
 def make_norm(config: LSGPTConfig, exists: bool = True) -> nn.Module:
-    """Creates a norm of width `hidden_size`, or what stands in a place without one."""
+    """Creates a norm of width `hidden_size`, or `nn.Identity` where the architecture has none."""
     if not exists:
         return nn.Identity()
     if config.norm_type == "layer_norm":
@@ -630,7 +630,7 @@ class LSGPTForCausalLM(LSGPTPreTrainedModel, GenerationMixin):
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         if labels is not None:
-            if hidden_states.ndim == 2:  # of tokens of all rows, in which the next token is unknown
+            if hidden_states.ndim == 2:  # the kept tokens of all rows in one list, without their next tokens
                 raise ValueError("`logits_to_keep` must not be a mask with `labels`; set labels to -100 instead")
             shift_labels = kwargs.get("shift_labels")
             for name, given in (("labels", labels), ("shift_labels", shift_labels)):

@@ -19,7 +19,7 @@ from .configuration_lsgpt import FULL_WINDOW, HEAD_KINDS, LSGPTConfig
 
 
 HIDDEN = -1e4
-"""Lower values of an additive mask hide a pair; common are -1e9 and the lowest number of a dtype (float16: -65504)."""
+"""An additive mask hides a pair with a lower value, usually -1e9 or the lowest of a dtype (float16: -65504)."""
 
 
 @dataclass
@@ -140,7 +140,8 @@ class Visibility:
     def sees_everything(self) -> bool:
         """Whether there is a single query and it sees every key, except for padding and other documents."""
         is_inside = self.window is None or self.kv_length <= self.window
-        return self.q_length == 1 and is_inside and self.mask is self.overlay is None and not self.has_empty_slots
+        is_plain = self.mask is None and self.overlay is None and not self.has_empty_slots
+        return self.q_length == 1 and is_inside and is_plain
 
     @property
     def query_positions(self) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Visibility:
 
     def dense(self) -> torch.Tensor:
         """The full mask `(B, 1, T, S)`: boolean, or additive if the custom mask is."""
-        if self.mask is not None and self.window is self.overlay is None:
+        if self.mask is not None and self.window is None and self.overlay is None:
             return self.mask
         if self.mask is not None and self.mask.dtype != torch.bool:
             of_kind = Visibility(0, 0, window=self.window, overlay=self.overlay)
@@ -225,7 +226,8 @@ def describe_visibility(
     elif attention_mask is not None:
         if attention_mask.ndim != 2 or isinstance(past_length, int):
             reason = "one entry for each cached and each new token, or 4 dimensions"
-            check_shape("attention_mask", attention_mask, reason, (batch_size, past_length + q_length))
+            length = past_length + q_length if isinstance(past_length, int) else "keys"
+            check_shape("attention_mask", attention_mask, reason, (batch_size, length))
         if not (may_look_at(attention_mask, q_length) and attention_mask.all()):
             padding_mask = attention_mask.to(device=device, dtype=torch.bool)
     if not masks:

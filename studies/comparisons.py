@@ -110,7 +110,7 @@ class Claim(ABC):
     """Who makes it."""
     _: KW_ONLY
     claim: str = ""
-    """It in words, where those of `statement` are not enough."""
+    """The claim in words, where `statement` does not say enough."""
     gate: "Claim | None" = None
     """Another claim that must be supported, or else nothing is said here."""
 
@@ -121,18 +121,18 @@ class Claim(ABC):
 
     def criterion(self) -> str:
         """When the claim counts as supported, and when as contradicted."""
-        gate = f' Nothing is said unless this is supported: "{self.gate.claim}".' if self.gate else ""
+        gate = f' Nothing is said unless this is supported: "{self.gate.title}".' if self.gate else ""
         return f"{self._criterion()}{gate}"
 
     def judge(self, runs: Runs) -> Finding:
-        """Decides by the runs."""
+        """What the runs say about the claim."""
         try:
             finding = self._judge(runs)
         except KeyError:  # an arm has not been run
             return Finding(OPEN)
         if self.gate is None or (verdict := self.gate.judge(runs).verdict) == SUPPORTED:
             return finding
-        figure = f'{finding.figure}; "{self.gate.claim}" is {verdict}'
+        figure = f'{finding.figure}; "{self.gate.title}" is {verdict}'
         return finding._replace(verdict=OPEN if verdict == OPEN else INCONCLUSIVE, figure=figure)
 
     @abstractmethod

@@ -36,7 +36,12 @@ class BudgetCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / CLOCK
-        if state.global_step and file.exists():
+        if state.global_step:
+            if not file.exists():
+                raise ValueError(
+                    f"{file} is missing, which holds the time that the run has used. Delete its folder, and the run "
+                    "goes on from the checkpoint before"
+                )
             self.used, self.wall = json.loads(file.read_text(encoding="utf-8"))
 
     def on_step_begin(self, args, state, control, **kwargs):

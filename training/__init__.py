@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    # Only when it is asked for: importing `evaluate` would be a sixth of the time that a training takes to start.
+    # Only when it is asked for: importing `evaluate` would be a sixth of the time that training takes to start.
     if name == "TokenMetrics":
         from .token_metrics import TokenMetrics  # noqa: PLC0415
 

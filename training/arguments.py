@@ -24,7 +24,7 @@ from lsgpt.configuration import LSGPTConfig, list_presets, load_config, load_pre
 from lsgpt.utilities import suggest
 
 from .averaging import AVERAGES, check_updates, read_averaging
-from .context_parallel import check_parallelism, processes_per_row
+from .context_parallel import processes_per_row, replace_parallelism
 from .folders import find_checkpoint, free_folder
 from .stabilizers import IN_FLOAT32, is_sharded
 
@@ -103,8 +103,10 @@ class RunArguments:
 
     _argument_group_name = "the run"
 
-    z_loss: float = HfArg(default=0.0, help="Weight of the z-loss, the squared log-partition; published: 1e-4.")
-    max_logit_every_n_steps: int = HfArg(default=50, help="Measure attention logits once in so many steps; 0: never.")
+    z_loss: float = HfArg(
+        default=0.0, help="Weight of the z-loss, the squared log-partition of the logits; 1e-4 in the literature."
+    )
+    max_logit_every_n_steps: int = HfArg(default=50, help="Measure attention logits every so many steps; 0: never.")
     on_explosion: str = HfArg(
         default="warn",
         help="What to do if an attention logit exceeds 100: warn, stop or clip (QK-clip, which then measures "
@@ -115,7 +117,7 @@ class RunArguments:
         help=f"Average of the weights, one of {', '.join(AVERAGES)}: a name for the default values, or "
         "'{kind: ema, decay: 0.9999}' for others. It is also evaluated, and saved in OUTPUT_DIR/averaged.",
     )
-    license: str | None = HfArg(default=None, help="Licence of the weights, as the Hub names it: apache-2.0, mit, ...")
+    license: str | None = HfArg(default=None, help="License of the weights, as the Hub names it: apache-2.0, mit, ...")
 
     def __post_init__(self):
         self.averaging = read_averaging(_read_yaml(self.averaging))
@@ -370,7 +372,7 @@ def check_arguments(arguments: Arguments):
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         if data.streaming and getattr(args, name) == "epoch":
             raise ValueError(f"`{name}` must be steps or no with `streaming`: a stream has no epochs; got epoch")
-    check_parallelism(args)
+    replace_parallelism(args)
     if args.include_num_input_tokens_seen != "no" and processes_per_row(args) > 1:
         raise ValueError(
             "`include_num_input_tokens_seen` must be false with `cp_size`, because processes that share a sequence "
@@ -401,11 +403,16 @@ def check_arguments(arguments: Arguments):
     for name, is_set in (("teacher", model.teacher), ("trainable: lora", model.trainable == "lora")):
         if is_set and is_sharded(args):
             raise ValueError(f"`{name}` must not be combined with FSDP or DeepSpeed; use DDP or one process")
-    kind, choices = model.trainable, ("all", "light", "lora")
-    if kind not in choices:
-        raise ValueError(f"`trainable` must be one of {', '.join(choices)}; got {kind!r}{suggest(kind, choices)}")
-    if kind != "all" and not model.model_name_or_path:
-        raise ValueError(f"`trainable` must be all without `model_name_or_path`, or weights stay random; got {kind!r}")
+    for name, kind, choices in (
+        ("trainable", model.trainable, ("all", "light", "lora")),
+        ("on_explosion", run.on_explosion, ("warn", "stop", "clip")),
+    ):
+        if kind not in choices:
+            raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {kind!r}{suggest(kind, choices)}")
+    if model.trainable != "all" and not model.model_name_or_path:
+        raise ValueError(
+            f"`trainable` must be all without `model_name_or_path`, or weights stay random; got {model.trainable!r}"
+        )
     if run.averaging is not None and args.max_steps > 0:
         check_updates(run.averaging, args.max_steps)
     if run.averaging is not None and model.trainable == "lora":

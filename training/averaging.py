@@ -318,8 +318,8 @@ class AveragedWeightsCallback(TrainerCallback):
 
     def _load(self, args, state, model: nn.Module):
         """
-        Loads the averages of the checkpoint that the Trainer has loaded. It does not tell a callback which one that
-        is: the one whose averages were saved together with the weights that the model has now.
+        Loads the averages of the checkpoint that the Trainer has loaded. The Trainer does not tell a callback which
+        one: it is the one whose averages were saved together with the weights that the model has now.
         """
         weights = _trained_weights(model)
         folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
@@ -341,7 +341,7 @@ class AveragedWeightsCallback(TrainerCallback):
 
 
 def check_updates(settings: dict[str, Any], max_steps: int):
-    """Raises `ValueError` if a training is too short for a single update of its average."""
+    """Raises `ValueError` if a run is too short for a single update of its average."""
     if max_steps < settings["every_n_steps"]:
         raise ValueError(
             f"`every_n_steps` of the average must be at most the {max_steps} steps of the training, or the average "

@@ -83,7 +83,7 @@ class StoppingCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.is_stopping = False
-        self._cleanup.close()  # after a training that an exception ended
+        self._cleanup.close()  # after a run that an exception ended
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.is_stopping:
@@ -166,8 +166,8 @@ class StepTimerCallback(TrainerCallback):
         return statistics.median(speeds[3:] or speeds or [math.nan])
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.seconds, self.tokens = [], []  # a training may begin again with a smaller batch
-        self._cleanup.close()  # after a training that an exception ended
+        self.seconds, self.tokens = [], []  # a run may begin again with a smaller batch
+        self._cleanup.close()  # after a run that an exception ended
         self._cleanup.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -183,8 +183,8 @@ class StepTimerCallback(TrainerCallback):
             state.num_input_tokens_seen += self.tokens[-1]
 
     def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():  # whose work goes on after the call
+            torch.accelerator.synchronize()
         self.seconds.append(time.perf_counter() - self._start)
 
     def _count(self, model: nn.Module, args: tuple, inputs: dict):

@@ -27,7 +27,7 @@ class ContextParallelismConfig(ParallelismConfig):
 
     @property
     def cp_enabled(self) -> bool:
-        """False, or else Accelerate would replace the attention by its own, which knows no windows."""
+        """False, or Accelerate would replace the attention by its own, which does not support windows."""
         return False
 
     @property
@@ -89,7 +89,7 @@ class ContextParallelismConfig(ParallelismConfig):
             has_labels = kwargs.get("labels") is not None
             if model.training:
                 training_loader = loader
-            elif has_labels and loader not in (None, training_loader):  # no teacher's
+            elif has_labels and loader not in (None, training_loader):  # not those of a teacher
                 kwargs = evaluation_inputs(kwargs, loader, self.cp_size)
             elif not (has_labels or kwargs.get("num_items_in_batch") is None or is_whole(loader)):
                 raise ValueError(LOSS_OUTSIDE)  # a stock `Trainer` would divide by too few labels
@@ -120,7 +120,7 @@ def evaluation_inputs(inputs: dict[str, Any], loader: DataLoader, size: int) -> 
     return inputs if count is None else {**inputs, "num_items_in_batch": count * size}
 
 
-def check_parallelism(args: TrainingArguments):
+def replace_parallelism(args: TrainingArguments):
     """Replaces Accelerate's context parallelism in a run with ours. Raises `ValueError` for sequence parallelism."""
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -138,5 +138,5 @@ def check_parallelism(args: TrainingArguments):
 
 
 def processes_per_row(args: TrainingArguments) -> int:
-    """Number of processes that share each sequence of a training."""
+    """Number of processes that share each sequence in training."""
     return getattr(args.parallelism_config, "cp_size", 1)

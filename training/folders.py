@@ -12,7 +12,7 @@ from lsgpt.utilities import check_writable
 
 def make_folder(args: TrainingArguments):
     """
-    Creates the output folder. Raises `ValueError` if it is read-only, or has other contents than the resumed run up to
+    Creates the output folder. Raises `ValueError` if it is read-only, or contains anything but the resumed run up to
     its checkpoint.
     """
     folder = Path(args.output_dir)

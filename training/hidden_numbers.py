@@ -11,7 +11,7 @@ FORMATS = (
     ("\n{name} = {number}\n", "\n>>> print({name})\n{number}\n"),
     ("\nThe house of {name} was built in lot {number}.\n", "\n{name} lives in the house on lot {number}.\n"),
 )
-"""How a number is hidden, and how it is repeated. `lsgpt bench quality` asks in other words."""
+"""How a number is hidden, and how it is repeated. `lsgpt bench quality` words its questions differently."""
 
 NAMES = ("Alice", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jonas", "Karen", "Louis")
 

@@ -77,7 +77,7 @@ def perplexity_of(total: float, count: int) -> float:
 
 
 def summarize(predictions: Sequence, references: Sequence, bytes_per_token: np.ndarray | None = None) -> dict:
-    """Returns what `TokenMetrics` does, for all rows at once."""
+    """Returns the same as `TokenMetrics`, for all rows at once."""
     losses, labels, positions = _predicted_tokens(predictions, references)
     block_size = max(map(len, references))
     sums = np.bincount(positions, weights=losses, minlength=block_size)
@@ -180,7 +180,7 @@ class LanguageModelingMetrics:
     def __call__(self, eval_prediction: EvalPrediction) -> dict[str, float]:
         """
         Returns `perplexity` and `bits_per_byte` of `predictions`, token losses `(N, T)`, for `label_ids` `(N, T)`.
-        Raises `ValueError` if the predictions are no token losses, or as `TokenMetrics` does.
+        Raises `ValueError` if the predictions are not token losses, or as `TokenMetrics` does.
         """
         losses, labels = eval_prediction.predictions, eval_prediction.label_ids
         if np.shape(losses) != np.shape(labels):

@@ -1,5 +1,6 @@
 """What must be as before when a run goes on from a checkpoint, checked before anything is loaded or written."""
 
+import shlex
 from pathlib import Path
 
 from transformers import TrainerState, TrainingArguments
@@ -33,7 +34,7 @@ STREAM_FIELDS = {
 
 
 def check_resuming(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if a run cannot go on from a checkpoint with these arguments, or would not as they say."""
+    """Raises `ValueError` if a run with these arguments cannot resume from a checkpoint, or would ignore them."""
     check_checkpoint(checkpoint)
     check_model(checkpoint, arguments)
     check_optimizer(checkpoint, arguments)
@@ -51,9 +52,11 @@ def recipe_before(checkpoint: str | Path, arguments: Arguments) -> dict:
 
 def _how_to_change(checkpoint: str | Path, recipe: dict) -> str:
     if recipe.get("trainable") == "lora":  # the checkpoint holds the adapter alone
-        folder = Path(checkpoint).parent
-        return f"To change it, finish this run, then begin one with its merged weights: --model_name_or_path {folder}"
-    return f"To change it, begin a run with these weights: --model_name_or_path {checkpoint}"
+        change = "To change it, finish this run, then begin one with its merged weights"
+        start = Path(checkpoint).parent
+    else:
+        change, start = "To change it, begin a run with these weights", checkpoint
+    return f"{change}: --model_name_or_path {shlex.quote(str(start))}"
 
 
 def check_optimizer(checkpoint: str | Path, arguments: Arguments):

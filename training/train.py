@@ -61,7 +61,7 @@ TOKENIZER_CHARACTERS = 20_000_000
 """A tokenizer is trained on at most this many characters of the text."""
 
 MAX_INITIAL_SHARE = 0.05
-"""With a larger weight of untrained weights in an average, a run warns."""
+"""A run warns if the untrained weights will have a larger share of the average."""
 
 NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
@@ -145,8 +145,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         share = initial_share(averaging, max_steps)
         if share > MAX_INITIAL_SHARE and not arguments.model.model_name_or_path:
             print(
-                f"The average of {max_steps} steps will keep {share:.0%} of the untrained weights: better "
-                "`--averaging ema-warmup`, or more steps",
+                f"The average of {max_steps} steps will keep {share:.0%} of the untrained weights. Use "
+                "`--averaging ema-warmup`, or train for more steps",
                 flush=True,
             )
     return trainer
@@ -197,7 +197,7 @@ def make_blocks(
         try:
             blocks[split] = pack(tokens, data.block_size, data.respect_boundaries)
         except ValueError as error:
-            raise ValueError(f"{error} in the {split} split") from error
+            raise ValueError(f"cannot pack the {split} split: {error}") from error
         if split == "train" and arguments.model.teacher:
             blocks[split] = blocks[split].map(HideNumbers(tokenizer), features=blocks[split].features)
         if data.streaming and next(iter(blocks[split]), None) is None:
@@ -346,7 +346,7 @@ def _write_recipe(folder: Path, arguments: Arguments):
             yaml.safe_dump(arguments.recipe, file, sort_keys=False)
     except FileExistsError as error:
         raise ValueError(
-            f"`output_dir` must be another one for each run; another run has begun in {str(folder)!r} meanwhile"
+            f"`output_dir` must be different for each run; another one has just begun in {str(folder)!r}"
         ) from error
     (folder / "results.json").unlink(missing_ok=True)
 
@@ -355,7 +355,7 @@ def _report(trainer: LSGPTTrainer, arguments: Arguments, results: RunResult):
     """Writes and prints the main process's report on the finished run."""
     args, folder, prompt = trainer.args, Path(trainer.args.output_dir), results.prompt
     results.write(folder)  # before anything that could fail, such as plots
-    unset_hf_deepspeed_config()  # ZeRO-3 would shard this model too, over processes that are no longer here
+    unset_hf_deepspeed_config()  # or ZeRO-3 would shard this model, too, over processes that have ended
     # Load the model again: this works however the weights were sharded, and shows that the checkpoint loads.
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
     inputs = {name: value.to(args.device) for name, value in _evaluation_batch(trainer).items() if name != "labels"}
@@ -377,8 +377,8 @@ Next:
 
   import lsgpt
   from transformers import AutoModelForCausalLM, AutoTokenizer
-  model = AutoModelForCausalLM.from_pretrained("{folder}")
-  tokenizer = AutoTokenizer.from_pretrained("{folder}")""")
+  model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
+  tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})""")
 
 
 def _make_result(

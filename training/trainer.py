@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer
 from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 
 from .averaging import AveragedWeightsCallback
-from .context_parallel import check_parallelism, processes_per_row
+from .context_parallel import processes_per_row, replace_parallelism
 from .data import Passes
 from .healing import next_token_logits, sink_parameters
 from .telemetry import LogitTelemetryCallback
@@ -47,13 +47,13 @@ class LSGPTTrainer(Trainer):
                 put in evaluation mode.
             adapters: The adapters inside the model, see `choose_trainable`.
             sink_learning_rate: Learning rate of the `sink_parameters`, if the model has any.
-            save_card: Writes the model card, given the folder, the repository and the licence:
+            save_card: Writes the model card, given the folder, the repository and the license:
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
 
         Raises:
             ValueError: If one option would make another ineffective; for sequence parallelism and FSDP1; or with
-                `z_loss`, a `teacher` or context parallelism if the model is no LSGPT language model, which computes
-                these losses.
+                `z_loss`, a `teacher` or context parallelism if the model is not an LSGPT language model, which
+                computes these losses.
         """
         self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
@@ -92,9 +92,9 @@ class LSGPTTrainer(Trainer):
     def create_accelerator_and_postprocess(self):
         """
         As in `Trainer`, but FSDP sums gradients and returns the loss in float32, not in bfloat16 with its two to three
-        digits. For context and sequence parallelism, see `check_parallelism`.
+        digits. For context and sequence parallelism, see `replace_parallelism`.
         """
-        check_parallelism(self.args)
+        replace_parallelism(self.args)
         super().create_accelerator_and_postprocess()
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
         if fsdp is not None and fsdp.fsdp_version != 2:
@@ -153,7 +153,7 @@ class LSGPTTrainer(Trainer):
             state.device_mesh = mesh
 
     def _get_num_items_in_batch(self, *args, **kwargs):
-        """As in `Trainer`, but with FSDP a number: it would cast a tensor to the dtype of the mixed precision."""
+        """As in `Trainer`, but a number with FSDP, which would cast a tensor to the dtype of the mixed precision."""
         count = super()._get_num_items_in_batch(*args, **kwargs)
         return count.item() if self.is_fsdp_enabled and isinstance(count, torch.Tensor) else count
 

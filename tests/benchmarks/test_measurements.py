@@ -227,7 +227,8 @@ def test_split_takes_the_highest_figures_and_the_bytes_of_the_last_process(monke
     ("options", "message"),
     [
         (["--preset", "dem"], "did you mean 'demo'"),
-        (["--processes", "0"], "`--processes` must be 1 or more; got 0"),
+        (["--processes", "0"], "argument --processes: must be an integer of 1 or more; got '0'"),
+        (["--steps", "0"], "argument --steps: must be an integer of 1 or more; got '0'"),
         (["--length", "190"], "`--length` must be a multiple of every number of `--processes`; got 190"),
     ],
 )

@@ -24,6 +24,7 @@ from transformers import (
 
 import lsgpt_cli
 from lsgpt.benchmarks import cache_methods, quality
+from lsgpt.benchmarks.record import write_result
 from lsgpt.conversion import ask, convert_pretrained, make_passages
 from lsgpt.training.data import train_tokenizer
 
@@ -209,6 +210,13 @@ def test_capped_logits():
         with torch.no_grad():
             expected = model(ids[None], labels=ids[None]).loss.item() * 299
         assert quality.measure_block(model, ids)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_interval_without_end_is_written_as_json(tmp_path):
+    """That of a single block."""
+    write_result(tmp_path / "new" / "result.json", {"interval": [0.0, math.inf]})
+    text = (tmp_path / "new" / "result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"interval": [0.0, "Infinity"]}
 
 
 def test_at_least_so_many_tokens_and_all_sizes_in_each_round():

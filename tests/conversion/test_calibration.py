@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
 from matplotlib.patches import Rectangle
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -359,6 +360,16 @@ def test_heads_of_a_model_in_half_precision_are_measured(grouped_model):
     torch.testing.assert_close(actual.text, expected.text, rtol=0.1, atol=0.01)
     torch.testing.assert_close(actual.retrieval, expected.retrieval, rtol=0.2, atol=0.05)
     assert with_global_heads(model, [[0], [1]], 8, actual.sinks).dtype == torch.bfloat16
+
+
+def test_hooks_of_the_layers_stay(grouped_model):
+    """They move the weights of a model that is divided between devices."""
+    model = grouped_model()
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    hooked, ids = vars(model.model.layers[0])["forward"], torch.arange(40)
+    measure_changes(model, ids[None], 8, [(ids, ids)])
+    assert vars(model.model.layers[0])["forward"] is hooked
+    assert "forward" not in vars(model.model.layers[1]) and "attend" not in vars(model.model.layers[0].self_attn)
 
 
 def test_the_picture_frames_the_chosen_heads(tmp_path, monkeypatch):

@@ -56,17 +56,17 @@ def test_gguf(config_class, values, tmp_path, capsys):
     assert metadata_load(tmp_path / "out" / "README.md") == card
 
 
-def test_gguf_with_a_licence_that_the_hub_does_not_list(tmp_path):
+def test_gguf_with_a_license_that_the_hub_does_not_list(tmp_path):
     names = {"general__license": "other", "general__license__name": "mine", "general__license__link": "LICENSE"}
     write_gguf(tmp_path / "tiny.gguf", make_source(), **names)
-    (tmp_path / "LICENSE").write_text("the licence")
+    (tmp_path / "LICENSE").write_text("the license")
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
     card = metadata_load(tmp_path / "out" / "README.md")
     assert card == {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
-    assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
+    assert (tmp_path / "out" / "LICENSE").read_text() == "the license"
 
 
-def test_a_licence_of_something_else_beside_a_gguf_file(tmp_path):
+def test_a_license_of_something_else_beside_a_gguf_file(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", make_source(), general__license="apache-2.0")
     (tmp_path / "LICENSE").write_text("that of the project in whose folder the file lies")
     convert(tmp_path / "tiny.gguf", tmp_path / "out")

@@ -237,7 +237,7 @@ def llama(tmp_path_factory):
     make_tokenizer().save_pretrained(folder)
     metadata = {"license": "llama3.2", "base_model": "someone/base", "language": "en", "tags": ["other"]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Tiny\n")
-    (folder / "LICENSE").write_text("the licence")
+    (folder / "LICENSE").write_text("the license")
     return folder
 
 
@@ -260,7 +260,7 @@ def test_what_belongs_to_the_source_comes_along(llama, tmp_path, capsys):
     text, chat = "to be <|endoftext|> question", [{"role": "user", "content": "or not"}]
     assert after(text)["input_ids"] == before(text)["input_ids"]
     assert after.apply_chat_template(chat, tokenize=False) == "<user>or not"
-    assert (tmp_path / "out" / "LICENSE").read_text() == "the licence"
+    assert (tmp_path / "out" / "LICENSE").read_text() == "the license"
     assert metadata_load(tmp_path / "out" / "README.md") == {"license": "llama3.2", "base_model": "someone/base"}
     readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "Converted from `tiny-llama` by" in readme  # not where it is on this machine

@@ -317,7 +317,7 @@ def test_push_to_hub_brings_the_same_card(hub, trainer, folder):
     assert "toy" in card.data.tags
 
 
-def test_push_to_hub_needs_a_licence_before_the_training():
+def test_push_to_hub_needs_a_license_before_the_training():
     with pytest.raises(ValueError, match=r"`license` must be set with `push_to_hub`"):
         parse_arguments("demo", ["--push_to_hub", "true"])
 
@@ -370,7 +370,7 @@ def test_what_could_not_be_deleted_is_told(hub, folder, monkeypatch):
 
 
 def break_nothing(folder):
-    (folder / "recipe.yaml").unlink()  # it has the licence
+    (folder / "recipe.yaml").unlink()  # it has the license
 
 
 def break_config(folder):
@@ -431,7 +431,7 @@ def leave_a_token(folder):
         file.write("hub_token: hf_secret\n")
 
 
-def leave_a_licence_without_a_name(folder):
+def leave_a_license_without_a_name(folder):
     (folder / "README.md").write_text("---\nlicense: other\n---\n")
 
 
@@ -451,7 +451,7 @@ def leave_a_licence_without_a_name(folder):
         (add_a_tensor, r": model\.extra"),
         (break_code, r"lacks visibility_lsgpt\.py"),
         (leave_a_token, "must not hold `hub_token`"),
-        (leave_a_licence_without_a_name, "`license_name` and `license_link`"),
+        (leave_a_license_without_a_name, "`license_name` and `license_link`"),
     ],
 )
 def test_a_folder_that_cannot_be_published(folder, capsys, damage, message):
@@ -471,7 +471,7 @@ def test_names_and_folders_that_cannot_be(folder, tmp_path):
     refused("can only be set with `dry_run`", folder, "ada/tiny", output=tmp_path / "card")
 
 
-def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
+def test_sharded_weights_and_a_named_license(trainer, folder, tmp_path):
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="20KB")
     shards = {path.name for path in folder.glob("model-*.safetensors")}
@@ -494,7 +494,7 @@ def test_sharded_weights_and_a_named_licence(trainer, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "LICENSE.md"])
-def test_the_licence_file_of_the_start_is_published(folder, tmp_path, name):
+def test_the_license_file_of_the_start_is_published(folder, tmp_path, name):
     """Which a run does not copy."""
     base = tmp_path / "base"
     base.mkdir()
@@ -545,7 +545,7 @@ def test_data_and_base_models_of_the_hub_are_named(folder, tmp_path, monkeypatch
     assert card.data.datasets is None and "`pg19` (local), configuration some" in card.text
 
 
-def test_the_licence_of_a_run_comes_before_that_of_its_start(folder, tmp_path):
+def test_the_license_of_a_run_comes_before_that_of_its_start(folder, tmp_path):
     """And before that of the checkpoint from which its start was trained, in turn."""
     for name in ("first", "base"):
         (tmp_path / name).mkdir()

@@ -9,6 +9,7 @@ import fresh
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -209,6 +210,15 @@ def test_the_model_gets_its_part_of_the_arguments_and_no_others(tiny_model):
     assert set(seen[0]) == given | masks | {"position_ids", "shift_labels", "num_items_in_batch"}
     torch.testing.assert_close(loss, model(ids, labels=ids, z_loss=0.1, skip_logits=True).loss)
     assert model.forward is record and "past_key_values" not in seen[1]
+
+
+def test_hooks_of_the_modules_stay(tiny_model):
+    model = tiny_model(position_embedding_type="rope")
+    modules = [model, model.model.rotary_emb, model.model.layers[0].self_attn]
+    add_hook_to_module(model.model.rotary_emb, ModelHook())
+    before = [{**vars(module)} for module in modules]
+    split_sequences(model, None)()
+    assert [vars(module) for module in modules] == before
 
 
 def test_only_split_steps_take_rotary_frequencies_of_whole_rows(tiny_model):

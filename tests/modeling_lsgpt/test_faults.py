@@ -183,6 +183,15 @@ def test_single_tokens_after_packed_documents_on_a_static_cache(tiny_model):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_mask_of_another_shape_on_a_static_cache(tiny_model):
+    model, ids = tiny_model(), torch.randint(97, (1, 5))
+    cache = StaticCache(model.config, max_cache_len=20)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"must have shape \(1, 'keys'\), .*; got \(1, 6, 6\)"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 6, 6))
+
+
 @pytest.mark.parametrize(
     ("positions", "boundaries"),
     [

@@ -116,6 +116,8 @@ def test_a_number_the_best_of_several_and_a_gate():
     runs["b"] += [{"seed": 44, "eval_loss": 2.55, "diverged": False}]
     assert gain.judge(runs).verdict == "supported"
     assert Comparison("us", LOSS, best, "b", gate=gain).judge(runs).verdict == "supported"
+    without_words = Comparison("us", LOSS, best, "b", gate=Comparison("us", LOSS, 2.0, "b"))
+    assert 'unless this is supported: "2 is below' in without_words.criterion()
 
 
 def test_bounds_need_all_seeds():

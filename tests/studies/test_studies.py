@@ -383,6 +383,9 @@ def test_the_clock_goes_on_from_where_it_was(tmp_path):
     first.on_save(args, state, None)
     second.on_train_begin(args, state, None)
     assert (second.used, second.wall) == (0.6, 0.7)
+    (tmp_path / "checkpoint-5" / "clock.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-5/clock.json is missing, which holds the time"):
+        BudgetCallback(1.0).on_train_begin(args, state, None)
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -164,6 +164,12 @@ def test_config_overrides_change_the_model(tmp_path):
         ("z_loss: -1", [], "`z_loss` must be at least 0 and finite; got -1.0"),
         ("on_explosion: stop\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
         ("on_explosion: clip\nmax_logit_every_n_steps: 0", [], "`max_logit_every_n_steps` must be at least 1 with"),
+        ("on_explosion: stopp", [], "`on_explosion` must be one of .*; got 'stopp'; did you mean 'stop'"),
+        (
+            "on_explosion: stopp\nmax_logit_every_n_steps: 0",
+            [],
+            "`on_explosion` must be one of warn, stop, clip; got 'stopp'",
+        ),
         ("averaging: emma", [], "`kind` of average must be one of .*; got 'emma'; did you mean 'ema'"),
         ("averaging: {kind: ema, decay: 1e0}", [], "`decay` must be at least 0 and below 1; got 1.0"),
         ("averaging: {kind: ema, decay: high}", [], "`decay` must be at least 0 and below 1; got 'high'"),

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from lsgpt.training import LSGPTTrainer, StepTimerCallback
 from lsgpt.training.context_parallel import (
     ContextParallelismConfig,
-    check_parallelism,
     evaluation_inputs,
     processes_per_row,
+    replace_parallelism,
 )
 
 
@@ -125,7 +125,7 @@ def test_tokens_are_those_that_were_trained_on(tiny_model, tmp_path, options, to
 def test_context_parallelism_is_ours_and_sequence_parallelism_refused(tmp_path, monkeypatch):
     config = ParallelismConfig(cp_size=2, dp_shard_size=3, dp_replicate_size=4)
     args = TrainingArguments(tmp_path, use_cpu=True, parallelism_config=config)
-    check_parallelism(args)
+    replace_parallelism(args)
     assert isinstance(args.parallelism_config, ContextParallelismConfig) and not args.parallelism_config.cp_enabled
     assert (args.parallelism_config.cp_size, args.parallelism_config.dp_shard_size) == (2, 3)
     assert args.parallelism_config.dp_replicate_size == 4
@@ -133,12 +133,12 @@ def test_context_parallelism_is_ours_and_sequence_parallelism_refused(tmp_path, 
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
     args = TrainingArguments(tmp_path, use_cpu=True)
-    check_parallelism(args)
+    replace_parallelism(args)
     assert args.parallelism_config.cp_size == processes_per_row(args) == 4
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "1")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     with pytest.raises(ValueError, match=r"`sp_size` of `parallelism_config` must be 1; got 2.* Use `cp_size`"):
-        check_parallelism(TrainingArguments(tmp_path, use_cpu=True))
+        replace_parallelism(TrainingArguments(tmp_path, use_cpu=True))
 
 
 def test_the_number_of_processes_must_be_the_product_of_the_sizes(tiny_model, tmp_path):
