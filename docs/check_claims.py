@@ -376,7 +376,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(
             README,
-            "after one core-hour: {}, shrinking; {} more (perhaps 0) without global heads.\n-",
+            "after one core-hour (one rate): {}, shrinking; {} more (perhaps 0) without global heads.\n-",
             mean(minus(loss["mhsa"], loss["ls"]), 2),
             mean(minus(loss["ls"], loss["local-only"]), 2),
         ),
@@ -644,9 +644,8 @@ def find_faults(folder: Path = ROOT) -> list[Fault]:
 
 
 SCOREBOARD = (
-    "Of {} comparisons that test claims of the [paper](https://arxiv.org/abs/2505.15548), {} added later, {} are "
-    "supported, {} contradicted, {} equal within 0.05 and {} inconclusive; the reports' others are mostly "
-    "inconclusive."
+    "Of {} comparisons testing claims of the [paper](https://arxiv.org/abs/2505.15548), {} added later, {} are "
+    "supported, {} contradicted, {} equal within 0.05 and {} inconclusive, as are about half of the reports' others."
 )
 CORRECTED = "Of the paper's {} intervals, {} exclude 0 ({} with Benjamini and Hochberg's correction, {} with Holm's)"
 SHORT_SCOREBOARD = "of {} comparisons, {} support them, {} contradict them, {} find no difference, {} are inconclusive"

@@ -146,14 +146,14 @@ def conversion(figure: Figure, scheme: str):
     names = ",\n".join(name for _, name in sorted(others, reverse=True))
     left.annotate(names, (max(lines["LSGPT"])[0], 0), (7, 0), textcoords="offset points", color=BASELINE, fontsize=7)
     left.set_title(f"numbers found in {results[0]['length']:,} tokens")
-    left.set_xlabel("bytes kept, as a fraction of the source's")
+    left.set_xlabel("bytes that LSGPT keeps, as a fraction of the source's")
     left.set_xlim(0, 1.5 * max(lines["LSGPT"])[0])
     left.set_ylim(-0.02, 1)
     styles = {
         "smollm2.gguf": ("source", GLOBALS[scheme], "-"),
         "smollm2-ls": ("converted", LOCAL, "-"),
         "smollm2-ls-35": ("converted, 35%", LOCAL, ":"),
-        "smollm2-ls-healed": ("healed", LOCAL, "--"),
+        "smollm2-ls-healed-cpu": ("healed", LOCAL, "--"),
     }
     rows = json.loads((RESULTS / "quality" / "quality.json").read_text(encoding="utf-8"))["rows"]
     lengths, ends = sorted(map(int, rows[0]["retrieval"])), {}
@@ -162,12 +162,12 @@ def conversion(figure: Figure, scheme: str):
             continue
         name, color, style = styles[row["model"]]
         found = [
-            fmean(x["exact"] for kind, x in row["retrieval"][str(n)].items() if kind != "passages") for n in lengths
+            fmean(row["retrieval"][str(n)][kind]["exact"] for kind in ("literal", "paraphrased")) for n in lengths
         ]
         right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
         ends[name] = found[-1], color
     label_ends(right, lengths[-1], ends)
-    right.set_title(f"by length, with {rows[1]['cache']['ratio']:.0%} of the cache")
+    right.set_title("by length, with 20% of the cache")
     right.set_xscale("log", base=2)
     right.set_xlim(right=lengths[-1] * 3.6)
     right.set_ylim(0, 1.03)

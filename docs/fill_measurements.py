@@ -101,16 +101,18 @@ def speed() -> str:
 
 
 def targets() -> str:
-    """How many of the targets for the CPU are met."""
-    verdicts = [
-        x["median"] <= target
-        for (device, benchmark, *pair), lengths in TARGETS.items()
+    """How many of the targets for the CPU are met, and the others with what was measured."""
+    measured = {
+        (f"{benchmark}, {family} / {other}, {length:,} tokens", target): x["median"]
+        for (device, benchmark, family, other), lengths in TARGETS.items()
         for length, target in (lengths.items() if device == "cpu" else ())
-        if (x := read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, *pair, length)))
-    ]
+        if (x := read_ratios("decode" if benchmark == "cache" else benchmark).get((benchmark, family, other, length)))
+    }
+    missed = [f"{name}: {x:.2f} ({target})" for (name, target), x in measured.items() if x > target]
     return (
-        f"Of the project's [own targets](../benchmarks/targets.py) for CPUs, {len(verdicts)} have been measured, and "
-        f"{sum(verdicts)} of these are met."
+        f"Of the project's [own targets](../benchmarks/targets.py) for CPUs, {len(measured)} have been measured, and "
+        f"{len(measured) - len(missed)} of these are met. Missed (targets in brackets; `limit` is LSGPT without its "
+        f"local attention): {'; '.join(missed)}."
     )
 
 
@@ -147,7 +149,8 @@ def quality() -> str:
     """What converted models preserve of their source, each on the blocks and passages measured with both."""
     if not (RESULTS / "quality" / "quality.json").exists():
         return MISSING
-    rows = [row for row in read("quality/quality.json")["rows"] if not row["model"].endswith("-longer")]
+    with_fewer_passages = ("smollm2-ls-healed", "smollm2-ls-35-healed", "smollm2-ls-healed-longer")
+    rows = [row for row in read("quality/quality.json")["rows"] if row["model"] not in with_fewer_passages]
     (first, *others), lines = rows, []
     if "cache" in first:
         cells = [f"{row['cache']['ratio']:.3f}" for row in rows]
@@ -190,7 +193,7 @@ def cache_methods() -> str:
         lines.append([method, *figures(row), *of_others, time, *properties])
     columns = "perplexity | numbers found | bytes held"
     header = " | ".join(["method", f"20%: {columns}", *(f"{share}%: {columns}" for share in shares)])
-    return with_sources(f"{header} | 20%: prefill time | memory freed | cheaper prefill | served", lines, *files)
+    return with_sources(f"{header} | 20%: prefill time | memory freed | cheaper prefill (20%) | served", lines, *files)
 
 
 def ruler() -> str:

@@ -113,7 +113,7 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("docs/choosing-heads.md", "two 10, three 8", "two 10, three 9"),
         ("docs/claims.md", "p = 0.72|5|inconclusive", "p = 0.072|5|inconclusive"),
         ("docs/choosing-heads.md", "3.20 with none", "3.02 with none"),
-        ("README.md", "core-hour: 0.30", "core-hour: 0.40"),
+        ("README.md", "(one rate): 0.30", "(one rate): 0.40"),
         ("README.md", "shrinking; 0.03", "shrinking; 0.13"),
     ],
 )
