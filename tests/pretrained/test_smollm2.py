@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(folder):
     """The model, converted with all heads global, and saved as on the Hub: reading the GGUF file takes long."""
-    assert lsgpt_cli.main(["convert", SOURCE, "global"]) == 0
     model = load_pretrained(SOURCE)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        convert = import_module("lsgpt.conversion.convert")
+        monkeypatch.setattr(convert, "load_pretrained", {SOURCE: model}.__getitem__)
+        assert lsgpt_cli.main(["convert", SOURCE, "global"]) == 0
     config = copy.deepcopy(model.config)
     del config.quantization_config  # of the GGUF file
     saved = LlamaForCausalLM(config)
