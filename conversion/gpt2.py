@@ -11,7 +11,7 @@ def check_gpt2(config: GPT2Config):
     """Raises `ValueError` for a configuration that LSGPT cannot express."""
     reasons = {
         "scale_attn_weights": (True, "LSGPT divides the logits by the square root of `head_dim`"),
-        "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers alike"),
+        "scale_attn_by_inverse_layer_idx": (False, "LSGPT scales the logits of all layers in the same way"),
         "is_causal": (True, "LSGPT is causal"),
         "add_cross_attention": (False, "LSGPT is a decoder without an encoder"),
     }

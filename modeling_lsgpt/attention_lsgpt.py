@@ -229,7 +229,7 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | Begi
     is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
     if is_first and v.is_plain and v.window is not None and not is_tracing():
         needs_no_sink = v.sink_window is not None or not v.has_sinks
-        # Without gradients: parameters that a training step does not use would confuse DDP.
+        # Only without gradients: DDP fails if a training step leaves parameters unused.
         is_short = v.sink_window is not None and v.kv_length < window and not torch.is_grad_enabled()
         if needs_no_sink and (is_short or window < v.kv_length <= BEGINNING_WINDOWS * window):
             return _beginning_mask(v)

@@ -160,7 +160,7 @@ def prepare_cache(config: LSGPTConfig, cache: Cache, q_length: int):
             raise ValueError(
                 "`past_key_values` must be filled by this model, whose cache layers have different numbers of "
                 f"key/value heads; layer {layer_idx} has {layer.keys.shape[1]} instead of {num_heads // groups}. "
-                "(PEFT's prefix tuning fills all layers alike; use prompt tuning or LoRA)"
+                "(PEFT's prefix tuning fills all layers in the same way; use prompt tuning or LoRA)"
             )
         # Only now that there is a past, because Transformers' exporters take none but its own types of layers.
         if type(layer) is DynamicLayer and layer.is_initialized and not torch.compiler.is_compiling():

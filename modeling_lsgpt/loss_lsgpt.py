@@ -154,7 +154,7 @@ def causal_lm_loss(
         shift_labels (`(B, T)`, *optional*): Targets that are already shifted, used instead of `labels`.
         teacher_logits (`(B, T, V)`, *optional*): Logits of a teacher model for the same tokens. The loss is then the
             Kullback-Leibler divergence between its distributions and this model's at every token with a label.
-        label_smoothing: Share of the target that all tokens of the vocabulary get alike (arXiv:1512.00567), as in
+        label_smoothing: Share of the target that is spread evenly over the vocabulary (arXiv:1512.00567), as in
             `TrainingArguments`; of labels only, so 0 with `teacher_logits`.
         z_loss: Weight of the squared log-partition of the logits, `logsumexp(logits)**2`, which is added to the loss
             of every token that predicts a label (PaLM, arXiv:2204.02311, with 1e-4).

@@ -204,7 +204,7 @@ def describe_visibility(
     # chunk of a prompt, but not for every decoded token.
     if isinstance(past_length, torch.Tensor) and q_length > 1 and not is_tracing(past_length):
         past_length = int(past_length)
-    # If any layer has empty slots, all are treated so: somebody may have built a cache from several kinds of layers.
+    # If any layer has empty slots, all are treated so: a user may have built a cache from several kinds of layers.
     layers = past_key_values.layers if past_key_values is not None else ()
     has_empty_slots = any(getattr(layer, "is_compileable", False) for layer in layers)
     first_layers: dict[str, int] = {}
@@ -250,7 +250,7 @@ def describe_visibility(
             hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
             mask = _lengthen(mask[..., kv_offset:end], kv_length, hidden)
         if mask is not None and torch.float64 in (mask.dtype, inputs_embeds.dtype) and mask.is_floating_point():
-            # PyTorch refuses other masks, or takes them for what they are not.
+            # PyTorch refuses other masks, or misinterprets them.
             lowest = max(torch.finfo(dtype).min for dtype in (mask.dtype, inputs_embeds.dtype))
             mask = mask.clamp(min=lowest).to(inputs_embeds.dtype)
         has_rules = mask is None or not is_finished

@@ -246,8 +246,8 @@ class Bounds(Claim):
 @dataclass(frozen=True)
 class Sooner(Claim):
     """
-    A claim that `first` reaches a goal sooner than `second`, decided by the log-rank test, which takes runs that never
-    reached it for what they are. The probabilities are exact: those of all ways to divide the runs into two arms.
+    A claim that `first` reaches a goal sooner than `second`, decided by the log-rank test, which takes into account
+    that some runs never reached it. The probabilities are exact: those of all ways to divide the runs into two arms.
     """
 
     metric: Metric

@@ -91,7 +91,7 @@ def test_prompt_tuning_and_prefix_tuning(folder):
 
     model = LSGPTForCausalLM.from_pretrained(folder / "runs" / "demo")
     prefix = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
-    with pytest.raises(ValueError, match="prefix tuning fills all layers alike; use prompt tuning or LoRA"):
+    with pytest.raises(ValueError, match="prefix tuning fills all layers in the same way; use prompt tuning or LoRA"):
         prefix(ids)
 
 

@@ -77,7 +77,7 @@ def _complete_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def check_checkpoint(checkpoint: str | Path):
-    """Raises `ValueError` for a checkpoint that lacks what a `Trainer` would silently start anew."""
+    """Raises `ValueError` for a checkpoint that lacks a part without which a `Trainer` silently starts over."""
     checkpoint = Path(checkpoint)
     if (checkpoint / "latest").is_file():
         return  # a checkpoint of DeepSpeed, which looks for its files itself

@@ -22,7 +22,7 @@ COUNT = 5
 class HideNumbers:
     """
     Hides numbers in some rows of `pack`: in the first quarter of the block, to be repeated at its end. The text gives
-    way, so that the block keeps its length, and becomes a single document. Equal rows are changed alike.
+    way, so that the block keeps its length, and becomes a single document. Equal rows are changed in the same way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, share: float = 0.5):

@@ -345,7 +345,7 @@ def test_gpt2_folder(tmp_path):
     [
         ({"scale_attn_weights": False}, "`scale_attn_weights` of a GPT-2 to convert must be True"),
         ({"is_causal": False}, "LSGPT is causal; got False"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "LSGPT scales the logits of all layers alike; got True"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "LSGPT scales the logits of all layers in the same way; got True"),
         ({"add_cross_attention": True}, "`add_cross_attention`"),
     ],
 )
