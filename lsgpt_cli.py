@@ -33,7 +33,10 @@ TEMPERATURE, TOP_K = 0.8, 50
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command and returns the exit status: 0, or 2 for user errors. Without one, prints the help."""
+    """
+    Runs a sub-command and returns the exit status: 0, 2 for user errors, or 130 if a training run was
+    interrupted. Without one, prints the help.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         _make_parser().print_help()
@@ -493,16 +496,15 @@ def _info(args: argparse.Namespace) -> int:
             f"{suggest(args.model, list_presets())}"
         )
     length = args.length or config.max_position_embeddings
-    split = compare_split(config, length, args.processes) if args.processes > 1 else {}
+    tables = {f"at {length:,} tokens": compare_costs(config, length)}
+    if args.processes > 1:
+        tables[f"split over {args.processes} processes"] = compare_split(config, length, args.processes)
     print(args.model)
     for name, value in describe(config).items():
         print(f"  {name:<34}{value}")
-    print(f"\n  {f'at {length:,} tokens':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
-    for name, (ours, theirs, ratio) in compare_costs(config, length).items():
-        print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
-    if split:
-        print(f"\n  {f'split over {args.processes} processes':<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
-        for name, (ours, theirs, ratio) in split.items():
+    for title, rows in tables.items():
+        print(f"\n  {title:<34}{'LSGPT':>10}{'all global':>14}{'ratio':>9}")
+        for name, (ours, theirs, ratio) in rows.items():
             print(f"  {name:<34}{ours:>10}{theirs:>14}{ratio:>9}")
     if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
         print(f"\n  The model has only {config.max_position_embeddings:,} learned positions.")

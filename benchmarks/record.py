@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from lsgpt.training.results import to_json
 from lsgpt.utilities import check_writable
 from lsgpt.utilities.environment import describe_environment
+from lsgpt.utilities.strict_json import to_json
 
 
 OUTPUT = Path("runs") / "bench"

@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt.training.data import load_documents
-from lsgpt.training.results import finite
 from lsgpt.utilities import check_writable, table
 from lsgpt.utilities.plots import heat_map
+from lsgpt.utilities.strict_json import finite
 
 from .statistics import FIGURES, SHARES, AttentionStatistics, LayerAttention, attention_statistics, visit_layers
 

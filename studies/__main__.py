@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lsgpt.training.results import finite
 from lsgpt.utilities.environment import describe_environment
+from lsgpt.utilities.strict_json import finite
 
 from . import RecipeArms, load_study
 from .runner import result_file

@@ -12,8 +12,8 @@ from contextlib import closing
 from pathlib import Path
 
 from lsgpt.training.callbacks import read_metrics
-from lsgpt.training.results import with_nan
 from lsgpt.utilities import format_duration, suggest, table
+from lsgpt.utilities.strict_json import with_nan
 
 from .comparisons import Runs
 from .study import Study

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 
 from lsgpt.studies import __main__ as one_run
 from lsgpt.studies import write_report
-from lsgpt.training.results import finite
+from lsgpt.utilities.strict_json import finite
 
 
 def report_of(study, runs, folder):

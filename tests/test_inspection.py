@@ -548,7 +548,10 @@ def test_blocks_may_take_all_positions():
         (["gone/model", "text.txt"], "gone/model"),
         (["lsgpt", "letter.txt"], "the text must have two tokens or more; 'letter.txt' has 1"),
         (["lsgpt", "latin.txt"], "'latin.txt' must be encoded in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
-        (["lsgpt", "text.txt", "--length", "1"], "`length` must be at least 2, or a token has no other to look at"),
+        (
+            ["lsgpt", "text.txt", "--length", "1"],
+            "`length` must be at least 2, so that a token has another one to look at",
+        ),
         (["lsgpt", "text.txt", "--length", "161"], "`length` must be at most 160, the number of positions of the"),
         (["lsgpt", "text.txt", "--length", "20", "--far", "20"], "`far` must be between 1 and 19"),
         (["lsgpt", "text.txt", "--output", "/proc/new"], "the output must be a writable folder; got '/proc/new'"),

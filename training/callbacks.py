@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from lsgpt.utilities.strict_json import from_json, to_json
+
 from .context_parallel import processes_per_row
-from .results import from_json, to_json
 
 
 logger = logging.get_logger(__name__)

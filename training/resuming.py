@@ -51,12 +51,10 @@ def recipe_before(checkpoint: str | Path, arguments: Arguments) -> dict:
 
 
 def _how_to_change(checkpoint: str | Path, recipe: dict) -> str:
+    change, start = "begin a run with these weights", Path(checkpoint)
     if recipe.get("trainable") == "lora":  # the checkpoint holds the adapter alone
-        change = "To change it, finish this run, then begin one with its merged weights"
-        start = Path(checkpoint).parent
-    else:
-        change, start = "To change it, begin a run with these weights", checkpoint
-    return f"{change}: --model_name_or_path {shlex.quote(str(start))}"
+        change, start = "finish this run, then begin one with its merged weights", start.parent
+    return f"To change it, {change}: --model_name_or_path {shlex.quote(str(start))}"
 
 
 def check_optimizer(checkpoint: str | Path, arguments: Arguments):

@@ -20,7 +20,7 @@ from lsgpt.studies.compare import resolve_arm
 from lsgpt.studies.runner import run_commands
 from lsgpt.studies.study import collect, find_checkpoint_or_delete_run
 from lsgpt.training import RunResult, parse_arguments
-from lsgpt.training.results import finite
+from lsgpt.utilities.strict_json import finite
 
 
 @pytest.fixture(autouse=True)
