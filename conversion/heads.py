@@ -361,9 +361,9 @@ def replaced(modules: Iterable[nn.Module], name: str, replace: Callable[[Any, in
     """Within this context, what `replace` returns for each module and its index stands in for the method `name`."""
     with contextlib.ExitStack() as undo:
         for i, module in enumerate(modules):
-            own = vars(module).get(name)  # a `forward` with Accelerate's hooks, for example
+            new, own = replace(module, i), vars(module).get(name)  # its own: one with Accelerate's hooks, for example
             undo.callback(*((delattr, module, name) if own is None else (setattr, module, name, own)))
-            setattr(module, name, replace(module, i))
+            setattr(module, name, new)
         yield
 
 
