@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lsgpt.utilities.environment import peak_memory, reset_peak_memory
 
 from .peers import PAIRS, STOCK, gpt2_config, llama_config, load_shape, stock_family
-from .record import OUTPUT, begin_result, result_file, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 GROWTH = {
@@ -88,8 +88,10 @@ def in_own_process(function: Callable, *arguments):
 def main(arguments: list[str]):
     """Measures every model and length, prints the peaks and their ratios and writes them to a JSON file."""
     parser = argparse.ArgumentParser(prog="lsgpt bench memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--growth_lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192], help="lengths of the comparison")
+    parser.add_argument("--growth_lengths", type=at_least(1), nargs="*", default=[4096, 8192, 16384, 32768])
+    parser.add_argument(
+        "--lengths", type=at_least(1), nargs="*", default=[2048, 8192], help="lengths of the comparison"
+    )
     parser.add_argument(
         "--preset",
         default="gpt2-small",

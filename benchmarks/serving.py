@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from lsgpt import LSGPTConfig
 
 from .memory import in_own_process
-from .record import OUTPUT, begin_result, result_file, write_result
+from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 TOKENS = 8192
@@ -83,14 +83,20 @@ def main(arguments: list[str]):
     )
     parser.add_argument("models", nargs="*", metavar="FOLDER", help="default: LSGPT and GPT-2 of the same shape")
     parser.add_argument("--text", type=Path, help="a text file to continue passages of, by the models that are named")
-    parser.add_argument("--new_tokens", type=int, default=60, help="tokens of a continuation; default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--cache", type=int, default=2**30, help="bytes of vLLM's cache; default: %(default)s")
     parser.add_argument(
-        "--block_sizes", type=int, nargs="+", default=[128, 32], help="tokens in a block; default: %(default)s"
+        "--new_tokens", type=at_least(1), default=60, help="tokens of a continuation; default: %(default)s"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--cache", type=at_least(1), default=2**30, help="bytes of vLLM's cache; default: %(default)s")
+    parser.add_argument(
+        "--block_sizes", type=at_least(1), nargs="+", default=[128, 32], help="tokens in a block; default: %(default)s"
     )
     parser.add_argument(
-        "--batched_tokens", type=int, nargs="+", default=[256, 512, 1024, 2048], help="in a step; default: %(default)s"
+        "--batched_tokens",
+        type=at_least(1),
+        nargs="+",
+        default=[256, 512, 1024, 2048],
+        help="in a step; default: %(default)s",
     )
     parser.add_argument(
         "--output", type=result_file, metavar="FILE", default=OUTPUT / "serving.json", help="default: %(default)s"

@@ -241,6 +241,13 @@ def test_mistakes_are_found_before_processes_start(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["memory", "--lengths", "0"], ["serving", "here", "--batched_tokens", "0"]])
+def test_numbers_of_tokens_are_positive(options, capsys):
+    with pytest.raises(SystemExit):
+        lsgpt_cli.main(["bench", *options])
+    assert f"argument {options[-2]}: must be an integer of 1 or more; got '0'" in capsys.readouterr().err
+
+
 def test_shapes_have_the_heads_of_their_names():
     for name, heads in (("local-only", 0), ("global-only", 6)):
         assert set(memory.build_model(name, 64, "demo").config.num_global_heads_per_layer) == {heads}
