@@ -271,6 +271,7 @@ class StopOnBadLossCallback(StoppingCallback):
             where = "a batch of another process"
         return f"the loss of step {self.bad_step} is not finite (first non-finite values: {where})"
 
+    @torch.compiler.disable  # or it would be compiled again for each batch of a step
     def _remember(self, model: nn.Module, args: tuple, inputs: dict, output):
         loss = getattr(output, "loss", None)
         if model.training and loss is not None:

@@ -371,6 +371,17 @@ def test_a_training_after_a_signal(tiny_model, tmp_path):
     assert not callback.was_signalled and trainer.state.global_step == trainer.args.max_steps
 
 
+def test_the_batches_of_a_compiled_step_are_kept_without_compiling_again(tiny_model, fresh_compiler, tmp_path):
+    model, callback, ids = tiny_model().train(), StopOnBadLossCallback(), torch.randint(97, (1, 9))
+    callback.on_train_begin(TrainingArguments(tmp_path, use_cpu=True), TrainerState(), None, model=model)
+    compiled = torch.compile(model, backend="eager")
+    counts = []
+    for _ in range(4):
+        compiled(input_ids=ids, labels=ids, skip_logits=True)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(callback._batches) == 4 and counts[0] == counts[-1] > 0
+
+
 def test_batches_of_an_evaluation_are_not_kept(tiny_model, tmp_path):
     callback, model, ids = StopOnBadLossCallback(), tiny_model().eval(), torch.randint(97, (1, 9))
     callback.on_train_begin(TrainingArguments(tmp_path, use_cpu=True), TrainerState(), None, model=model)
