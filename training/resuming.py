@@ -24,7 +24,14 @@ OPTIMIZER_FIELDS = (
 
 
 _STREAM_NAMES = {
-    DataArguments: ("dataset_name", "dataset_config_name", "text_column", "block_size", "respect_boundaries"),
+    DataArguments: (
+        "streaming",
+        "dataset_name",
+        "dataset_config_name",
+        "text_column",
+        "block_size",
+        "respect_boundaries",
+    ),
     TrainingArguments: ("seed", "data_seed", "dataloader_num_workers"),
 }
 STREAM_FIELDS = {
@@ -38,7 +45,8 @@ def check_resuming(checkpoint: str | Path, arguments: Arguments):
     check_checkpoint(checkpoint)
     check_model(checkpoint, arguments)
     check_optimizer(checkpoint, arguments)
-    if arguments.data.streaming and not arguments.training.ignore_data_skip:
+    recipes = recipe_before(checkpoint, arguments), arguments.recipe
+    if any(recipe.get("streaming") for recipe in recipes) and not arguments.training.ignore_data_skip:
         check_stream(checkpoint, arguments)
     if arguments.run.averaging is not None:
         check_averages(checkpoint, arguments.run.averaging["kind"])
@@ -81,7 +89,7 @@ def check_model(checkpoint: str | Path, arguments: Arguments):
 
 
 def check_stream(checkpoint: str | Path, arguments: Arguments):
-    """Raises `ValueError` if a run would resume at another place of its stream than where `checkpoint` was saved."""
+    """Raises `ValueError` if a run would not resume where its stream was when `checkpoint` was saved."""
     args, rest = arguments.training, "Otherwise, the stream would not continue where it was"
     recipes = recipe_before(checkpoint, arguments), arguments.recipe
     for name, default in STREAM_FIELDS.items():

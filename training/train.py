@@ -12,6 +12,7 @@ import torch
 import yaml
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch.distributed.fsdp import StateDictType
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -77,6 +78,12 @@ def check_evaluation(args: TrainingArguments):
         if (value := getattr(args, field)) != needed:
             raise ValueError(
                 f"`{field}` must be {str(needed).lower()}; got {value}: figures need the loss of each token"
+            )
+    for field in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, field):
+            raise ValueError(
+                f"`{field}` must be false; got True: the last evaluation would convert the weights. With `bf16` or "
+                "`fp16`, evaluations have lower precision, too"
             )
 
 
@@ -208,6 +215,8 @@ def make_blocks(
     if data.streaming:
         seed = args.seed if args.data_seed is None else args.data_seed
         blocks["train"] = shuffle_blocks(blocks["train"], seed, STREAM_BUFFER)
+        if not data.max_eval_blocks and args.process_index == 0:
+            print("Reading the validation text to its end; `max_eval_blocks` limits it", flush=True)
         stream = blocks["validation"]  # read once, and not again for each evaluation
         blocks["validation"] = Dataset.from_list(list(stream), features=stream.features)
     return blocks
@@ -264,6 +273,16 @@ def _callback(trainer: LSGPTTrainer, callback_type: type) -> Any:
     return next((c for c in trainer.callback_handler.callbacks if isinstance(c, callback_type)), None)
 
 
+def _check_sharding(trainer: LSGPTTrainer):
+    """Raises `ValueError` if `Trainer` would not save the trained model, because FSDP keeps it in parts."""
+    kind = trainer.accelerator.state.fsdp_plugin.state_dict_type if trainer.is_fsdp_enabled else None
+    if kind not in (None, StateDictType.FULL_STATE_DICT):
+        raise ValueError(
+            "`fsdp_state_dict_type` must be FULL_STATE_DICT, or the trained model would not be saved; got "
+            f"{kind.name}. Set it in the configuration of `accelerate launch`, as in configuration/launch/fsdp2.yaml"
+        )
+
+
 def _check_generation_config(trainer: LSGPTTrainer):
     """
     Raises `ValueError` if the generation config could not be saved after training, which would lose the weights.
@@ -287,6 +306,7 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
     args = trainer.args
     folder = Path(args.output_dir)
     is_main = trainer.is_world_process_zero()
+    _check_sharding(trainer)
     if is_main:
         _check_generation_config(trainer)
     if is_main and not args.resume_from_checkpoint:

@@ -109,10 +109,11 @@ class LSGPTTrainer(Trainer):
         stream = self.train_dataset
         if not isinstance(stream, IterableDataset | torch.utils.data.IterableDataset):
             loader = super().get_train_dataloader()
-            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders start the workers of another one
-            base.worker_init_fn = partial(_ignore_sigterm, base.worker_init_fn)
+            _keep_workers(loader)
             return loader
         args = self.args
+        if args.max_steps <= 0:
+            raise ValueError(f"`max_steps` must be set for a stream, which is endless here; got {args.max_steps}")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
         options = {
             "num_workers": args.dataloader_num_workers,
@@ -130,27 +131,27 @@ class LSGPTTrainer(Trainer):
         return DataLoader(passes, batch_size=None, collate_fn=_unchanged, pin_memory=args.dataloader_pin_memory)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """As in `Trainer`, but every process gets different rows, even those that share sequences in training."""
-        with self._rows_for_all_processes():
-            loader = super().get_eval_dataloader(eval_dataset)
-        loader.is_for_all_processes = True  # for `evaluation_inputs`
-        return loader
+        """
+        As in `Trainer`, but every row counts, also with `dataloader_drop_last`, and every process gets different rows,
+        even those that share sequences in training.
+        """
+        with self._all_rows():
+            return _for_evaluation(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset) -> DataLoader:
         """As in `Trainer`, with rows as in evaluations."""
-        with self._rows_for_all_processes():
-            loader = super().get_test_dataloader(test_dataset)
-        loader.is_for_all_processes = True
-        return loader
+        with self._all_rows():
+            return _for_evaluation(super().get_test_dataloader(test_dataset))
 
     @contextlib.contextmanager
-    def _rows_for_all_processes(self):
-        state = self.accelerator.state
+    def _all_rows(self):
+        args, state = self.args, self.accelerator.state
+        drop_last, args.dataloader_drop_last = args.dataloader_drop_last, False
         mesh, state.device_mesh = state.device_mesh, None  # which would give the same rows to those processes
         try:
             yield
         finally:
-            state.device_mesh = mesh
+            args.dataloader_drop_last, state.device_mesh = drop_last, mesh
 
     def _get_num_items_in_batch(self, *args, **kwargs):
         """As in `Trainer`, but a number with FSDP, which would cast a tensor to the dtype of the mixed precision."""
@@ -244,6 +245,19 @@ class LSGPTTrainer(Trainer):
         card.data.base_model = given.get("finetuned_from") or card.data.base_model
         card.data.datasets = datasets or card.data.datasets
         card.save(Path(self.args.output_dir) / "README.md")
+
+
+def _for_evaluation(loader: DataLoader) -> DataLoader:
+    if not hasattr(loader, "is_for_all_processes"):  # `Trainer` returns loaders with persistent workers again
+        loader.is_for_all_processes = True  # for `evaluation_inputs`
+        _keep_workers(loader)
+    return loader
+
+
+def _keep_workers(loader: DataLoader):
+    """Lets the workers of a loader ignore SIGTERM."""
+    base = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders start the workers of another one
+    base.worker_init_fn = partial(_ignore_sigterm, base.worker_init_fn)
 
 
 def _ignore_sigterm(start_worker: Callable | None, worker_id: int):

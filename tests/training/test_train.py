@@ -172,6 +172,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
         ("--dataloader_num_workers=1", f"`dataloader_num_workers` must be {workers}, as before; got 1"),
         ("--seed=1", r"`seed` must be \d+, as before; got 1\. Otherwise, the stream"),
         ("--respect_boundaries=true", "`respect_boundaries` must be False, as before; got True"),
+        ("--streaming=false", "`streaming` must be True, as before; got False"),
         ("--per_device_train_batch_size=1", r"as many tokens as before \(1,728 in 9 steps\); got 96\. Otherwise"),
     ):
         resume = ["--resume_from_checkpoint", str(whole / "checkpoint-9"), "--output_dir", str(tmp_path / "more")]
@@ -340,15 +341,16 @@ def test_a_run_with_averaged_weights(train, recipe, tmp_path):
 def test_sigterm_saves_and_ends_cleanly(train, recipe, tmp_path):
     """SIGTERM goes to all processes of a job, those that load data included."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = {"max_steps": 4000, "save_steps": 4000, "eval_strategy": "no"}
+    options = {"max_steps": 4000, "save_steps": 4000, "eval_strategy": "no", "eval_on_start": True}
     options |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     # Workers are children of the training, as in a process that was not forked from a server.
     code = "import multiprocessing, sys, lsgpt_cli; multiprocessing.set_start_method('fork', force=True)"
     code += "; sys.exit(lsgpt_cli.main(sys.argv[1:]))"
     program = fresh.Program("-c", code, "train", recipe(**options), "--output_dir", stopped)
-    program.wait_until((stopped / "metrics.jsonl").exists)
+    metrics = stopped / "metrics.jsonl"
+    program.wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
     workers = psutil.Process(program.process.pid).children(recursive=True)
-    assert workers
+    assert len(workers) == 2  # of the training, and of the evaluations
     for process in (*workers, program.process):
         process.terminate()  # SIGTERM
     assert program.wait() == 0, program.errors
@@ -553,6 +555,8 @@ def test_fine_tuning_recipe(train, recipe, tmp_path, capsys):
         ({"prediction_loss_only": True}, "`prediction_loss_only` must be false; got True"),
         ({"batch_eval_metrics": True}, "`batch_eval_metrics` must be false; got True"),
         ({"eval_do_concat_batches": False}, "`eval_do_concat_batches` must be true; got False"),
+        ({"bf16_full_eval": True}, "`bf16_full_eval` must be false; got True"),
+        ({"fp16_full_eval": True}, "`fp16_full_eval` must be false; got True"),
     ],
 )
 def test_what_does_not_fit_is_said_before_the_training(recipe, tmp_path, monkeypatch, fields, message, offline):

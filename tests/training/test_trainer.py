@@ -2,12 +2,14 @@
 
 import contextlib
 import statistics
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.state import GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin
 from reference import autograd_functions
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -19,6 +21,11 @@ from lsgpt.training.context_parallel import (
     processes_per_row,
     replace_parallelism,
 )
+from lsgpt.training.train import _check_sharding
+from lsgpt.training.trainer import _ignore_sigterm
+
+
+REFUSED = pytest.raises(ValueError, match=r"`fsdp_state_dict_type` must be FULL_STATE_DICT, .*; got SHARDED")
 
 
 def trainer_of(kind, model, folder, **kwargs):
@@ -59,6 +66,47 @@ def test_reduced_precision_of_fsdp(tmp_path, monkeypatch):
     trainer.create_accelerator_and_postprocess()
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (half, torch.float32, None)
+
+
+def test_evaluations_have_all_rows(tiny_model, tmp_path):
+    """Even with fewer than a batch, and `dataloader_drop_last` for the training."""
+    rows = [{"input_ids": [i, 2, 3, 4], "labels": [i, 2, 3, 4]} for i in range(11)]
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", dataloader_drop_last=True)
+    trainer = LSGPTTrainer(tiny_model(), args, train_dataset=rows, eval_dataset=rows[:3])
+    assert len(trainer.get_train_dataloader()) == 1 and len(trainer.get_eval_dataloader()) == 1
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert len(trainer.predict(rows).predictions) == 11
+    assert args.dataloader_drop_last
+
+
+def test_workers_of_evaluations_ignore_sigterm_as_others_do(tiny_model, tmp_path):
+    rows = [{"input_ids": [i, 2, 3, 4], "labels": [i, 2, 3, 4]} for i in range(4)]
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", **options)
+    trainer = LSGPTTrainer(tiny_model(), args, train_dataset=rows, eval_dataset=rows)
+    loader = trainer.get_eval_dataloader()
+    start = loader.base_dataloader.worker_init_fn
+    assert trainer.get_eval_dataloader() is loader and loader.base_dataloader.worker_init_fn is start
+    for each in (loader, trainer.get_train_dataloader(), trainer.get_test_dataloader(rows)):
+        assert each.base_dataloader.worker_init_fn.func is _ignore_sigterm
+
+
+def test_a_stream_has_no_epochs_even_with_a_length(tiny_model, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        __len__, __iter__ = lambda self: 8, lambda self: iter(())
+
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", num_train_epochs=1)
+    with pytest.raises(ValueError, match="`max_steps` must be set for a stream, which is endless here; got -1"):
+        LSGPTTrainer(tiny_model(), args, train_dataset=Stream()).train()
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("FULL_STATE_DICT", nullcontext()), (None, REFUSED)])
+def test_a_sharded_model_would_not_be_saved(kind, outcome):
+    """By default, FSDP2 shards what it saves."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with outcome:
+        _check_sharding(SimpleNamespace(is_fsdp_enabled=True, accelerator=accelerator))
 
 
 def test_a_teacher_is_put_where_it_is_needed(tiny_model, tmp_path):
