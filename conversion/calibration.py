@@ -122,6 +122,11 @@ def calibrate(
     print(f"Calibration takes about {math.ceil((time.perf_counter() - begin) * passes / 60)} min", flush=True)
 
     changes = measure_changes(model, pieces, window, [passage.with_questions() for passage in passages])
+    if not changes.scores.isfinite().all():
+        raise ValueError(
+            f"the model's outputs on the text must be finite to measure its heads; in {model.dtype} they are not. "
+            "Convert a copy of the source in float32 or bfloat16"
+        )
     chosen = choose_global_heads(changes.scores, count, balance)
     models = {"source": model, "chosen": with_global_heads(model, chosen, window, changes.sinks)}
     perplexities = {name: perplexity(each, held_out, f"Perplexity: {name}") for name, each in models.items()}

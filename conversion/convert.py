@@ -128,9 +128,12 @@ def _check_options(folder, text, global_kv_heads, window, cache_share, balance, 
 
 def _check_measurable(source, model, tokenizer, text):
     """Raises `ValueError` if the heads of a source cannot be measured on a text."""
-    if tokenizer is None or tokenizer.eos_token_id is None:
+    if tokenizer is None:
+        raise ValueError(f"the source must have a tokenizer, to read a text with; {source!r} has none")
+    if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the source must have a tokenizer with an end-of-text token, to separate documents; {source!r} has none"
+            f"the source's tokenizer must have an end-of-text token, to separate documents; set `eos_token` in the "
+            f"tokenizer_config.json of {source!r}"
         )
     counts = model.config.num_global_heads_per_layer
     if 0 in counts:
@@ -145,6 +148,8 @@ def _is_nanogpt(source: str) -> bool:
     """Whether the source is a file that nanoGPT or the paper's code wrote. Raises `ValueError` if nothing is there."""
     path = Path(source)
     if path.is_file():
+        if path.suffix == ".safetensors":
+            raise ValueError(f"the source must be a model's folder, not a file in it; got {source!r}")
         return path.suffix != ".gguf"
     if path.suffix in _WEIGHT_FILES:
         raise ValueError(f"there is no file {source!r}")

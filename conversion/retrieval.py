@@ -90,7 +90,7 @@ def make_passages(
         seed: Passages with different seeds have different numbers and texts.
 
     Raises:
-        ValueError: If a passage has no room, or the text is shorter than a passage.
+        ValueError: If a passage has no room, the text is shorter than a passage, or no token stands for a digit.
     """
 
     def encode(words: str) -> torch.Tensor:
@@ -127,6 +127,8 @@ def make_passages(
             Question(kind, end, _count_digit_tokens(tokenizer, end), len(ids) - positions[kind, name])
             for (kind, name), end in zip(asks, ends)
         ]
+        if not all(question.answer_length for question in questions):
+            raise ValueError("the tokenizer must have tokens with digits, of which the answers are made; it has none")
         passages.append(Passage(ids, questions, start + room))
     return passages
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -41,7 +41,7 @@ def convert_shards(source: str | Path, source_config: PreTrainedConfig, folder: 
         written, if the source has other files, or other tensors in them than its class.
 
     Raises:
-        ValueError: If LSGPT cannot express the configuration, or a weight is not finite.
+        ValueError: If a file cannot be read, LSGPT cannot express the configuration, or a weight is not finite.
     """
     with torch.device("meta"):
         original = AutoModelForCausalLM.from_config(source_config)
@@ -92,7 +92,13 @@ def _find_files(source: str | Path) -> list[Path]:
 
 
 def _read_shapes(path: Path) -> dict[str, torch.Size]:
-    with safe_open(path, framework="pt") as file:
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read: {error}. It may be cut off, or a pointer of Git LFS; download it again"
+        ) from error
+    with file:
         # Without the frequencies in old files of Llama, which Transformers ignores, too.
         names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
         return {name: torch.Size(file.get_slice(name).get_shape()) for name in names}

@@ -587,6 +587,16 @@ def test_report_on_retrieval(tiny_model, tmp_path, monkeypatch):
     assert f"{calibration.perplexities['chosen']:.3f} | 0.00 | 0.00 | 0.00 |" in report
 
 
+def test_outputs_that_are_not_finite_choose_no_heads(tiny_model, tmp_path):
+    model = tiny_model(num_global_heads=6, num_key_value_heads=3, vocab_size=258)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0] = 3e38
+    tokenizer = train_tokenizer([], vocab_size=258)
+    (tmp_path / "text.txt").write_text("".join(f"line {i}\n" for i in range(400)))
+    with pytest.raises(ValueError, match=r"outputs on the text must be finite .*; in torch.float32 they are not"):
+        calibrate(model, tokenizer, str(tmp_path / "text.txt"), 2, 8, max_blocks=1)
+
+
 def test_result_can_be_fine_tuned(gpt2, tmp_path):
     """With few global heads, and a window that costs something, a few steps win some of it back."""
     command = ["convert", str(gpt2 / "model"), str(tmp_path / "out"), "--global-kv-heads", "2", "--window", "8"]

@@ -400,6 +400,18 @@ def test_refused_weights(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", b"", None])
+def test_weights_that_are_cut_off(tmp_path, content):
+    make_source().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8] if content is None else content)
+    with pytest.raises(ValueError, match=r"model.safetensors' cannot be read: .*; download it again"):
+        convert(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"the source must be a model's folder, not a file in it; got '"):
+        convert(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_that_are_no_safetensors(tmp_path):
     source = make_source()
     source.save_pretrained(tmp_path)
@@ -537,7 +549,11 @@ def test_a_text_is_not_read_without_a_token_for_its_end(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="the source must have a tokenizer with an end-of-text token"):
+    with pytest.raises(ValueError, match=r"the source's tokenizer must have an end-of-text token.* set `eos_token`"):
+        convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
+    for file in (tmp_path / "source").glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="the source must have a tokenizer, to read a text with"):
         convert(tmp_path / "source", tmp_path / "out", 1, 8, "stdlib")
 
 

@@ -113,6 +113,12 @@ def test_passages_without_room(tokenizer):
         make_passages(tokenizer, torch.zeros(90), LENGTH, 1, 100)
 
 
+def test_answers_need_tokens_with_digits(tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_: "?")
+    with pytest.raises(ValueError, match="the tokenizer must have tokens with digits"):
+        make_passages(tokenizer, torch.zeros(5000, dtype=torch.long), LENGTH, 1, 100)
+
+
 def test_the_shortest_text_is_enough(tokenizer):
     for seed in range(20):
         with pytest.raises(ValueError, match="the text must have at least") as error:
