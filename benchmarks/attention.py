@@ -17,6 +17,7 @@ from lsgpt.modeling_lsgpt import LSGPTConfig
 
 from .gate import attention_inputs, check_attention
 from .peers import Benchmark, Peers, Shape, attention_function, only
+from .timing import unprepared
 
 
 def prepare(shape: Shape) -> Benchmark:
@@ -61,7 +62,7 @@ def prepare(shape: Shape) -> Benchmark:
         for name, attend in peers.items()
     ]
     peers["limit sdpa"] = limit
-    runs = {name: partial(partial, step, attend, inputs, upstream) for name, attend in peers.items()}
+    runs = {name: unprepared(step, attend, inputs, upstream) for name, attend in peers.items()}
     return Benchmark(runs, gates, peers.skipped)
 
 

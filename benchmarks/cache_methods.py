@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,8 @@ from lsgpt.conversion import Passage, cache_bytes, calibrate, convert_pretrained
 from lsgpt.conversion.calibration import budget_heads
 from lsgpt.conversion.pretrained import load_tokenizer
 from lsgpt.modeling_lsgpt import CACHE
-from lsgpt.utilities import table
+from lsgpt.training.folders import free_folder
+from lsgpt.utilities import check_writable, table
 
 from .quality import interval, load, read_text
 from .record import OUTPUT, at_least, begin_result, result_file, write_result
@@ -170,7 +172,7 @@ def main(arguments: list[str]):
     )
     parser.add_argument("--text", required=True, help="text to measure on, as for `lsgpt bench quality`")
     parser.add_argument("--checkpoints", nargs="*", default=[], help="others that were converted from the source")
-    parser.add_argument("--save-whole", metavar="FOLDER", help="keep the one with whole layers, to heal it")
+    parser.add_argument("--save-whole", type=Path, metavar="FOLDER", help="keep the one with whole layers, to heal it")
     parser.add_argument("--length", type=at_least(1), default=4096, help="tokens in a passage; default: %(default)s")
     parser.add_argument("--passages", type=at_least(1), default=20, help="default: %(default)s")
     parser.add_argument("--cache-share", type=float, default=0.2, help="as for `lsgpt convert`; default: %(default)s")
@@ -191,8 +193,15 @@ def main(arguments: list[str]):
     if options.calibrate is None and (options.save_whole is not None or not options.checkpoints):
         parser.error("--calibrate is missing; without it, there must be --checkpoints, and no --save-whole")
 
+    if (folder := options.save_whole) is not None:
+        if free_folder(folder) != folder:
+            parser.error(f"--save-whole must be a new or empty folder; got {str(folder)!r}, which is not")
+        check_writable(folder)
+
     result = begin_result("cache_methods", *arguments)
     tokenizer, source = load_tokenizer(options.source), load(options.source)
+    if tokenizer is None:
+        raise ValueError(f"the source must have a tokenizer, to read a text with; {options.source!r} has none")
     whole = convert_pretrained(source)
     count, window = budget_heads(whole.config, options.cache_share)
     methods: dict[str, tuple] = {"source": (source, None)}

@@ -84,5 +84,5 @@ def main(arguments: list[str]):
             f"{row['cache_bytes'] / 2**20:,.1f} MiB",
             flush=True,
         )
-    write_result(options.output, result)
+        write_result(options.output, result)
     print(f"saved in {options.output}")

@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -80,9 +81,15 @@ def start_method(module: str) -> str:
 
 
 def in_own_process(function: Callable, *arguments):
-    """Calls a function in a new process and returns its result, because peak memory is measured per process."""
+    """
+    Calls a function in a new process and returns its result, because peak memory is measured per process. Raises
+    `ChildProcessError` if the process is killed.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start_method(__name__))) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError("a measurement was killed, probably for want of memory; choose less") from error
 
 
 def main(arguments: list[str]):
@@ -114,6 +121,7 @@ def main(arguments: list[str]):
             )
             per_token = peak / length / 2**10
             print(f"{name:<20}{length:8d} tokens {peak / 2**20:8.0f} MiB {per_token:8.1f} KiB a token", flush=True)
+            write_result(options.output, result)
 
     for length in options.lengths:
         for pair in (pair for pair in PAIRS if set(pair) <= set(families)):

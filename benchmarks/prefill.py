@@ -1,11 +1,10 @@
 """Prefill: a prompt's forward pass that fills a cache and gives the logits of the last token."""
 
-from functools import partial
-
 import torch
 
 from .gate import model_gates
 from .peers import Benchmark, Peer, Shape, build_models
+from .timing import unprepared
 
 
 def prepare(shape: Shape) -> Benchmark:
@@ -17,5 +16,5 @@ def prepare(shape: Shape) -> Benchmark:
     def run(peer: Peer):
         peer(input_ids=ids, use_cache=True, logits_to_keep=1)
 
-    runs = {name: partial(partial, run, peer) for name, peer in peers.items()}
+    runs = {name: unprepared(run, peer) for name, peer in peers.items()}
     return Benchmark(runs, model_gates(peers, shape, "prefill"), peers.skipped)

@@ -243,23 +243,22 @@ def _read(path: Path, identity: str) -> dict[tuple, dict]:
 
 def _missing(models: list[str], tasks: list, found: dict) -> Iterator[tuple[str, list]]:
     """The tasks that are left, by round and model."""
-    for start in range(0, len(tasks), max(len(tasks) // ROUNDS, 1)):
+    size = max(len(tasks) // ROUNDS, 1)  # tasks in a round
+    for start in range(0, len(tasks), size):
         for model in models:
-            part = tasks[start : start + max(len(tasks) // ROUNDS, 1)]
-            left = [task for task in part if (model, *task) not in found]
+            left = [task for task in tasks[start : start + size] if (model, *task) not in found]
             if left:
                 yield model, left
 
 
-def main(arguments: list[str]):
-    """Evaluates the models in rounds, prints their figures and writes them to a JSON file."""
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="lsgpt bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "models", nargs="+", help="the source and what was made from it: folders, names on the Hub or GGUF files"
     )
-    parser.add_argument("--text", required=True, help="a file or folder, read from its beginning")
+    parser.add_argument("--text", required=True, help="a file or a folder")
     parser.add_argument(
         "--block_sizes",
         type=at_least(2),
@@ -288,10 +287,15 @@ def main(arguments: list[str]):
         "--output", type=result_file, metavar="FILE", default=OUTPUT / "quality.json", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
-
-    sizes = [*options.block_sizes, *options.lengths]
-    if not sizes:
+    if not (options.block_sizes or options.lengths):
         parser.error("`--block_sizes` or `--lengths` must have a number")
+    return options
+
+
+def main(arguments: list[str]):
+    """Evaluates the models in rounds, prints their figures and writes them to a JSON file."""
+    options = _parse(arguments)
+    sizes = [*options.block_sizes, *options.lengths]
     result = begin_result("quality", *arguments)
     for name in options.models:
         check_positions(name, max(sizes))

@@ -134,5 +134,5 @@ def main(arguments: list[str]):
                 equal = [sum(takewhile(bool, map(eq, *pair))) for pair in zip(found, expected, strict=True)]
                 rows.append(row | ({"equal_tokens": equal} if prompts else {}))
                 print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write_result(options.output, {**result, "passages": PASSAGES, "rows": rows})
+                write_result(options.output, {**result, "passages": PASSAGES, "rows": rows})
     print(f"saved in {options.output}")

@@ -121,6 +121,11 @@ def main(arguments: list[str]):
     }
     if any(options.length % processes for processes in options.processes):
         parser.error(f"`--length` must be a multiple of every number of `--processes`; got {options.length}")
+    if (most := max(options.processes)) > (count := torch.cuda.device_count() or most):
+        parser.error(
+            f"`--processes` must be at most {count}, the number of GPUs; got {most}. With CUDA_VISIBLE_DEVICES set to "
+            "nothing, they share the CPU"
+        )
     result = begin_result("split", *arguments) | {"rows": []}
     for name, fields in MODELS.items():
         first: dict[str, float] = {}
@@ -137,5 +142,5 @@ def main(arguments: list[str]):
                 f"the time with --processes {options.processes[0]}",
                 flush=True,
             )
-    write_result(options.output, result)
+            write_result(options.output, result)
     print(f"saved in {options.output}")

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -36,6 +37,11 @@ def measure(
             seconds[name].append(_seconds(prepare, device))
         rounds += 1
     return seconds
+
+
+def unprepared(run: Callable, *arguments) -> Callable[[], Callable]:
+    """A peer for `measure` that needs no preparation."""
+    return lambda: partial(run, *arguments)
 
 
 def _seconds(prepare: Callable[[], Callable], device: str) -> float:

@@ -12,6 +12,7 @@ from lsgpt import MaxLogits
 
 from .gate import check_model, model_gates
 from .peers import Benchmark, Peer, Shape, build_models
+from .timing import unprepared
 
 
 def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
@@ -45,9 +46,9 @@ def prepare(shape: Shape, telemetry: bool | None = None) -> Benchmark:
         for name, peer in peers.items()
         if name.startswith("lsgpt-no-logits ")
     ]
-    runs = {name: partial(partial, step, peer, optimizers[name]) for name, peer in peers.items()}
+    runs = {name: unprepared(step, peer, optimizers[name]) for name, peer in peers.items()}
     if shape.device == "cuda" if telemetry is None else telemetry:
         for name, peer in peers.items():
             if name.startswith("lsgpt "):
-                runs[name.replace("lsgpt", "telemetry")] = partial(partial, measured_step, peer, shared)
+                runs[name.replace("lsgpt", "telemetry")] = unprepared(measured_step, peer, shared)
     return Benchmark(runs, gates, peers.skipped)

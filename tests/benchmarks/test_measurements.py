@@ -1,12 +1,12 @@
 """Benchmarks run, at a size that takes seconds, and refuse to time what does not compute the right thing."""
 
+import importlib
 import json
 import os
 import re
 import runpy
 import shutil
 import subprocess
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import fresh
@@ -166,7 +166,7 @@ def test_memory_and_long_context(tmp_path, capsys, monkeypatch):
 
 
 def test_a_measurement_that_is_killed_is_an_error():
-    with pytest.raises(BrokenProcessPool):
+    with pytest.raises(ChildProcessError, match="a measurement was killed, probably for want of memory"):
         memory.in_own_process(os._exit, 1)
 
 
@@ -239,6 +239,29 @@ def test_mistakes_are_found_before_processes_start(options, message, capsys):
     except SystemExit as end:
         assert end.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_split_has_a_gpu_for_each_process(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        lsgpt_cli.main(["bench", "split", "--processes", "1", "4"])
+    assert "`--processes` must be at most 2, the number of GPUs; got 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory", "long_context"])
+def test_what_was_measured_stays_if_the_next_one_is_killed(name, tmp_path, monkeypatch, capsys):
+    module, measured = importlib.import_module(f"lsgpt.benchmarks.{name}"), []
+
+    def in_own_process(*_):
+        if measured:
+            raise ChildProcessError("killed")
+        measured.append(name)
+        return 2**20 if name == "memory" else dict.fromkeys(("seconds", "peak_bytes", "cache_bytes"), 1)
+
+    monkeypatch.setattr(module, "in_own_process", in_own_process)
+    file = tmp_path / "result.json"
+    assert lsgpt_cli.main(["bench", name, "--output", str(file)]) == 2
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rows"]) == 1
 
 
 @pytest.mark.parametrize("options", [["memory", "--lengths", "0"], ["serving", "here", "--batched_tokens", "0"]])
