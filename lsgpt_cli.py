@@ -60,6 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:  # ImportError: an option needs a package that is missing
         return _fail(error)
+    except KeyboardInterrupt:
+        if argv[0] not in ("compare", "study"):
+            raise
+        print("\nInterrupted. Run the same command again to continue", file=sys.stderr)
+        return 130
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,8 @@
 """Performs one run of a study: `python -m lsgpt.studies NAME ARM SEED FOLDER [--field value]`."""
 
 import json
+import os
+import signal
 import sys
 import time
 from datetime import datetime, timezone
@@ -20,6 +22,8 @@ def main(name: str, arm: str, seed: str, folder: str, *fields: str):
     # With large logits, many probabilities are below 1e-38, where float32 is denormal and attention on a CPU takes
     # several times as long. Such probabilities are as good as 0.
     torch.set_flush_denormal(True)
+    # Ctrl-C reaches all processes of a terminal: the run ends as with SIGTERM, and saves its work.
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     start, environment = time.perf_counter(), describe_environment()
     study = RecipeArms(Path(folder)) if name == RecipeArms.name else load_study(name)
     values = study.run(arm, int(seed), Path(folder), fields)

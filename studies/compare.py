@@ -65,7 +65,8 @@ def compare(
     folder = Path(output_dir or Path("runs") / f"compare-{base.recipe['run_name']}")
     content: dict[str, Any] = {"recipe": base.recipe, "arms": {arm: known[arm] for arm in arms}}
     file = folder / COMPARISON_FILE
-    if file.exists():
+    # A mistake that was found before the first run leaves nothing but this file.
+    if file.exists() and list(folder.iterdir()) != [file]:
         earlier = yaml.safe_load(file.read_text(encoding="utf-8"))
         arms_before = {arm: earlier["arms"].get(arm, fields) for arm, fields in content["arms"].items()}
         if {"recipe": earlier["recipe"], "arms": arms_before} != content:

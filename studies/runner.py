@@ -82,7 +82,7 @@ def run_study(
     seeds = {arm: num_seeds or study.seeds_of(arm) for arm in arms}
     wanted = [(arm, study.first_seed + i) for i in range(max(seeds.values())) for arm in arms if i < seeds[arm]]
     missing = [run for run in wanted if run not in made]
-    num_processes = num_processes or os.cpu_count() or 1
+    num_processes = num_processes or usable_cores()
     print(f"{len(missing)} of {len(wanted)} runs to make, {num_processes} at once", flush=True)
     files = [result_file(work, *run) for run in missing]
     logs = [file.with_suffix(".log") for file in files]
@@ -121,7 +121,7 @@ def run_commands(
     """
     environment = {**os.environ}
     if num_processes > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes)))
     waiting, running = list(range(len(commands))), {}
 
     def terminate(*_):
@@ -149,6 +149,11 @@ def run_commands(
         for process in running.values():
             process.wait()
         signal.signal(signal.SIGTERM, previous)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; a job scheduler may have given it a part of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def result_file(work: Path, arm: str, seed: int) -> Path:
@@ -194,8 +199,10 @@ def write_report(study: Study, folder: str | Path) -> Path:
     """Writes `report.md` and its plots, using only the runs that the folder holds. Returns the path of the report."""
     folder = Path(folder)
     lines, runs = read_lines(folder), read_runs(study, folder)
-    sizes = sorted({len(of_arm) for of_arm in runs.values()})
-    counts = " or ".join(map(str, sizes)).replace(" or ", ", ", len(sizes) - 2)
+    if not runs:
+        raise ValueError(f"{str(folder)!r} must have runs of {study.name}; it has none of {', '.join(study.arms)}")
+    *sizes, largest = sorted({len(of_arm) for of_arm in runs.values()})
+    counts = f"{', '.join(map(str, sizes))} or {largest}" if sizes else f"{largest}"
     counts += " seed" if counts == "1" else " seeds"
     # "At least": a run that was trained on another machine has as `seconds` those of its measuring alone, and one that
     # was interrupted those since it went on.

@@ -127,8 +127,9 @@ class TrainingStudy(Study):
         base = self.base(fields)
         given = {field[2:].partition("=")[0].replace("-", "_") for field in fields if field.startswith("--")}
         for arm in arms:
-            if own := sorted(given & {"seed", "output_dir", *self.arms[arm]} - {"config_overrides"}):
-                raise ValueError(f"`{own[0]}` must not be given, because every run of {arm} has its own")
+            own = {"seed", "output_dir", *self.arms[arm]} - {"config_overrides"}  # those are merged
+            if clashes := sorted(given & own):
+                raise ValueError(f"`{clashes[0]}` must not be given, because every run of {arm} has its own")
             join_arm(base.recipe, arm, self.arms[arm])
         if _trained_tokenizer(base) and not (folder / "tokenizer").exists():
             make_tokenizer(base.data, base.build_config(), load_texts(base.data)).save_pretrained(folder / "tokenizer")

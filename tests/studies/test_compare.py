@@ -59,6 +59,14 @@ def write_inputs(tmp_path, **fields):
     (tmp_path / "arms.yaml").write_text("wild: {learning_rate: 1.0e+12, max_grad_norm: 0.0}\n")
 
 
+def test_a_mistake_that_was_found_at_once_can_be_mended(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_here)
+    with pytest.raises(ValueError, match=r"no file or folder 'txet.txt'"):
+        compare("tiny.yaml", ["ls"], num_seeds=1, overrides=["--dataset_name", "txet.txt"])
+    assert compare("tiny.yaml", ["ls"], num_seeds=1).name == "report.md"
+
+
 def test_every_shipped_arm_is_a_recipe():
     base = parse_arguments("demo").recipe
     for arm in load_arms():
@@ -225,7 +233,7 @@ def test_table_over_uneven_runs(tmp_path):
 
 @pytest.mark.parametrize(("given", "found"), [(None, "3"), ("5", "5")])
 def test_runs_share_the_cores(tmp_path, monkeypatch, given, found):
-    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)))
     monkeypatch.delenv("OMP_NUM_THREADS")
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,6 +133,41 @@ def test_runs_flush_denormal_numbers(tmp_path, monkeypatch, trained_on):
     line = json.loads(result_file(tmp_path, "arm", 42).read_text())
     assert line["values"] == {"product": 0}
     assert line["environment"] == (trained_on or describe_environment())  # of an earlier training, or of this process
+
+
+def test_interrupted_runs_save_their_work_as_with_sigterm(tmp_path, monkeypatch, capsys):
+    class Interrupted:
+        def run(self, *_):
+            os.kill(os.getpid(), signal.SIGINT)
+            received.append(None)
+
+    received, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(one_run, "load_study", lambda name: Interrupted())
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda _: None)
+    previous = signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+    try:
+        with pytest.raises(AttributeError):  # it has no results
+            one_run.main("interrupted", "arm", "42", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGINT, before)
+    assert received == ["SIGTERM", None]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lsgpt_cli._study", interrupt)
+    assert lsgpt_cli.main(["study", "lengths"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted. Run the same command again to continue\n"
+
+
+def test_a_report_of_another_study_stays(tmp_path):
+    line = {"arm": "ls", "seed": 42, "seconds": 1.0, "environment": {}, "values": {}}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "report.md").write_text("good")
+    with pytest.raises(ValueError, match=f"{tmp_path}' must have runs of learning-rates; it has none of mhsa-lr0.001"):
+        write_report(load_study("learning-rates"), tmp_path)
+    assert (tmp_path / "report.md").read_text() == "good"
 
 
 @pytest.mark.parametrize(
