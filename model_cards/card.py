@@ -15,6 +15,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lsgpt.configuration import LSGPTConfig, list_recipes, load_config, load_preset, load_recipe
 from lsgpt.training.arguments import OURS
@@ -23,8 +24,19 @@ from lsgpt.training.data import ALGORITHMS, STDLIB
 from lsgpt.training.report import format_results, points_of
 from lsgpt.training.results import RunResult
 from lsgpt.training.telemetry import THRESHOLD
-from lsgpt.utilities import compare_costs, describe, has_sinks, load_tokenizer, runs_on_vllm, table
+from lsgpt.utilities import (
+    compare_costs,
+    describe,
+    has_sinks,
+    load_tokenizer,
+    looks_like_a_path,
+    runs_on_vllm,
+    table,
+)
 from lsgpt.utilities.plots import GLOBAL, LOCAL
+
+
+logger = logging.get_logger(__name__)
 
 
 HEADS_PICTURE = "heads.png"
@@ -222,7 +234,11 @@ def _find_metadata(folder: str | Path) -> dict:
     """
     known = {}
     for place in reversed(lineage(folder)):
-        if license := _read_recipe(place).get("license"):
+        recipe = _read_recipe(place)
+        start = recipe.get("model_name_or_path") or ""
+        if looks_like_a_path(start) and not Path(start).exists():
+            logger.warning(f"{start!r}, which the training started from, is not here: the card may lack its origin")
+        if license := recipe.get("license"):
             known["license"] = license
         known |= _read_metadata(place)
     return known

@@ -506,6 +506,14 @@ def test_the_license_file_of_the_start_is_published(folder, tmp_path, name):
     assert (tmp_path / "out" / name).read_text() == "Do as you like."
 
 
+def test_a_start_that_is_not_here_is_named(folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": "./runs/base"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert make_card(folder, "ada/tiny", "mit").data.license == "mit"
+    assert "'./runs/base', which the training started from, is not here" in caplog.text
+
+
 def test_a_run_in_the_folder_of_its_start(folder):
     """As after the start was deleted and the run took its name."""
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"model_name_or_path": str(folder)}
