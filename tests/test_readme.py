@@ -400,6 +400,25 @@ def test_figures_of_longer_healing_are_those_of_the_run():
     assert sentence in measurements
 
 
+def test_figures_of_healing_on_longer_blocks_are_those_of_the_run():
+    names = ("smollm2.gguf", "smollm2-ls-healed-cpu", "smollm2-ls-healed-8192-cpu")
+    found = measured(*names, files=("quality.jsonl", "quality-8192.jsonl"))
+    rows = json.loads(read("benchmarks/results/quality/quality-8192.json"))["rows"]
+    assert json.loads(json.dumps(quality.summarize([names[0], names[2]], found))) == rows
+    assert all(row["retrieval"][length]["passages"] == 100 for row in rows for length in ("4096", "8192"))
+    (source, counts), (healed, _), (longer, _) = (answered(found, name, 2048) for name in names)
+    run = json.loads(read("benchmarks/results/quality/healing-8192-two-cores.json"))
+    measurements = " ".join(read("docs/measurements.md").split())
+    chance = paired_p_value(found, names[2], names[1], 2048)
+    assert run["tokens"] == run["step"] * 8192
+    assert f"after [{run['step']} steps](" in measurements
+    assert f"({run['train_seconds'] / 60:.0f} minutes on two CPU cores), the model finds" in measurements
+    assert (
+        f"[{sum(longer)}](../benchmarks/results/quality/quality-8192.json) of {sum(counts)} numbers at least 2,048 "
+        f"tokens back; healed as above, {sum(healed)} (paired: p = {chance:.3f}); the source, {sum(source)}."
+    ) in measurements
+
+
 def test_figures_of_healing_for_vllm_are_those_of_the_run():
     page = " ".join(read("docs/healing.md").split())
     names = ("smollm2.gguf", "smollm2-ls-healed", "smollm2-ls-for-vllm")
