@@ -354,6 +354,14 @@ def test_other_methods_need_text_to_choose_heads_on(others, capsys):
     assert "--calibrate is missing; without it, there must be --checkpoints" in capsys.readouterr().err
 
 
+def test_whole_layers_are_saved_in_a_folder_of_their_own(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    command = ["source", "--text", "text.txt", "--calibrate", "text.txt", "--save-whole", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        cache_methods.main(command)
+    assert f"--save-whole must be a new or empty folder; got '{tmp_path}', which is not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["cache_methods", "cache_methods-10", "cache_methods-35", "cache_methods-50"])
 def test_committed_figures_of_methods_follow_from_their_passages(name):
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
