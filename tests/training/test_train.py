@@ -151,6 +151,7 @@ def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = train(file, "--output_dir", whole)
     assert f"(files or other shards: 2; data-loader workers: {workers}, 0 idle) of 32 tokens" in output
+    assert "Reading the validation text to its end; `max_eval_blocks` limits it" in output
     results = json.loads((whole / "results.json").read_text())
     assert results["tokens"] == 12 * 3 * 2 * 32
     shutil.copytree(whole / "checkpoint-9", killed / "checkpoint-9")
