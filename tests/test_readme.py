@@ -410,6 +410,11 @@ def test_figures_of_healing_on_longer_blocks_are_those_of_the_run():
     run = json.loads(read("benchmarks/results/quality/healing-8192-two-cores.json"))
     measurements = " ".join(read("docs/measurements.md").split())
     chance = paired_p_value(found, names[2], names[1], 2048)
+    of_longer, blocks = rows[1]["perplexity"], {size: x["blocks"] for size, x in rows[1]["perplexity"].items()}
+    assert (
+        f"Its perplexity is {of_longer['2048']['ratio']:.3f} of the source's in {blocks['2048']} blocks of 2,048 "
+        f"tokens, {of_longer['8192']['ratio']:.3f} in {blocks['8192']} of 8,192."
+    ) in measurements
     assert run["tokens"] == run["step"] * 8192
     assert f"after [{run['step']} steps](" in measurements
     assert f"({run['train_seconds'] / 60:.0f} minutes on two CPU cores), the model finds" in measurements
