@@ -2,7 +2,6 @@
 
 import contextlib
 import statistics
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +20,11 @@ from lsgpt.training.context_parallel import (
     processes_per_row,
     replace_parallelism,
 )
-from lsgpt.training.train import _check_sharding
+from lsgpt.training.train import train
 from lsgpt.training.trainer import _ignore_sigterm
 
 
+GOES_ON = pytest.raises(AttributeError, match="resume_from_checkpoint")  # which the arguments here lack
 REFUSED = pytest.raises(ValueError, match=r"`fsdp_state_dict_type` must be FULL_STATE_DICT, .*; got SHARDED")
 
 
@@ -100,13 +100,15 @@ def test_a_stream_has_no_epochs_even_with_a_length(tiny_model, tmp_path):
         LSGPTTrainer(tiny_model(), args, train_dataset=Stream()).train()
 
 
-@pytest.mark.parametrize(("kind", "outcome"), [("FULL_STATE_DICT", nullcontext()), (None, REFUSED)])
+@pytest.mark.parametrize(("kind", "outcome"), [("FULL_STATE_DICT", GOES_ON), (None, REFUSED)])
 def test_a_sharded_model_would_not_be_saved(kind, outcome):
     """By default, FSDP2 shards what it saves."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer = SimpleNamespace(is_fsdp_enabled=True, accelerator=accelerator, is_world_process_zero=lambda: False)
+    trainer.args = SimpleNamespace(output_dir="run")
     with outcome:
-        _check_sharding(SimpleNamespace(is_fsdp_enabled=True, accelerator=accelerator))
+        train(trainer, arguments=None)
 
 
 def test_a_teacher_is_put_where_it_is_needed(tiny_model, tmp_path):
