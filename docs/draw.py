@@ -167,7 +167,7 @@ def conversion(figure: Figure, scheme: str):
         right.plot(lengths, found, style, color=color, marker="o", markersize=4, linewidth=2)
         ends[name] = found[-1], color
     label_ends(right, lengths[-1], ends)
-    right.set_title("by length, with 20% of the cache")
+    right.set_title("by length, with 20% or 35% of the cache")
     right.set_xscale("log", base=2)
     right.set_xlim(right=lengths[-1] * 3.6)
     right.set_ylim(0, 1.03)

@@ -114,7 +114,7 @@ def test_the_check_needs_none_of_the_studies_code(check_claims):
         ("docs/claims.md", "p = 0.72|5|inconclusive", "p = 0.072|5|inconclusive"),
         ("docs/choosing-heads.md", "3.20 with none", "3.02 with none"),
         ("README.md", "(one rate): 0.30", "(one rate): 0.40"),
-        ("README.md", "shrinking; 0.03", "shrinking; 0.13"),
+        ("README.md", "shrinking); 0.03", "shrinking); 0.13"),
     ],
 )
 def test_a_figure_that_was_changed_is_found(check_claims, copy, page, text, change):
