@@ -426,9 +426,7 @@ def _limits(config: LSGPTConfig, recipe: dict | None, results: RunResult | None)
     if results is None:
         return limits
     if results.outcome != "finished":
-        limits.append(f"The run {results.status}; these are the last good weights.")
-    elif results.step < results.max_steps:
-        limits.append(f"The training ended at step {results.step:,} of the {results.max_steps:,} of its schedule.")
+        limits.append(f"{results.sentence}; these are the last good weights.")
     ratio = results.tokens / results.parameters
     if from_scratch and ratio < 20:
         limits.append(

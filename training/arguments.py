@@ -224,16 +224,12 @@ def parse_arguments(
             )
     if given.dataset_name != values.get("dataset_name") and "dataset_config_name" not in named:
         given.dataset_config_name = None  # that of the recipe's own dataset
-    if given.model_name_or_path and "tokenizer" in named:
-        raise ValueError(
-            "`tokenizer` must not be given with `model_name_or_path`, whose tokenizer fine-tuning keeps; got "
-            f"{given.tokenizer!r} and {given.model_name_or_path!r}"
-        )
-    if given.model_name_or_path and "preset" in named:
-        raise ValueError(
-            "`preset` must not be given with `model_name_or_path`, whose shape the model has; got "
-            f"{given.preset!r} and {given.model_name_or_path!r}"
-        )
+    for field, reason in (("tokenizer", "whose tokenizer fine-tuning keeps"), ("preset", "whose shape the model has")):
+        if given.model_name_or_path and field in named:
+            raise ValueError(
+                f"`{field}` must not be given with `model_name_or_path`, {reason}; got "
+                f"{getattr(given, field)!r} and {given.model_name_or_path!r}"
+            )
     if given.model_name_or_path:
         if values.get("preset"):
             logger.warning(
@@ -260,8 +256,9 @@ def parse_arguments(
     # A repeated run needs another output folder, and the token would be published with the recipe.
     left_out = ("output_dir", "resume_from_checkpoint", "hub_token", *ours)
     changed = {k: v for k, v in vars(given).items() if v != defaults[k] and k not in left_out}
-    if isinstance(warmup := changed.get("warmup_steps"), float) and warmup.is_integer():
-        changed["warmup_steps"] = int(warmup)  # a float, because values below 1 are a share of the training
+    for field in ("warmup_steps", "logging_steps", "eval_steps", "save_steps"):
+        if isinstance(value := changed.get(field), float) and value.is_integer():
+            changed[field] = int(value)  # a float, because values below 1 are a share of the training
     arguments = Arguments(model, data, run, training, {**ours, **changed})
     check_arguments(arguments)
     if "sink_learning_rate" in named and not arguments.build_config().attention_sinks:

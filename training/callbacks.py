@@ -27,13 +27,16 @@ class MetricsFileCallback(TrainerCallback):
     """
     Appends every log event of a `Trainer` to `metrics.jsonl` in its `output_dir` as it happens, one JSON object with
     its `step` per line; NaN and infinities are written as by `to_json`, and read by `read_metrics`. A resumed run
-    first drops the lines after its step; a new run keeps all lines, so give it another `output_dir`.
+    first drops the lines after its step, or, in another `output_dir`, begins with those of its checkpoint; a new run
+    keeps all lines, so give it another `output_dir`.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
         path = Path(args.output_dir) / "metrics.jsonl"
-        if state.is_world_process_zero and state.global_step > 0 and path.exists():
-            kept = [log for log in read_metrics(path) if log["step"] <= state.global_step]
+        if state.is_world_process_zero and state.global_step > 0:
+            logs = read_metrics(path) if path.exists() else state.log_history
+            kept = [log for log in logs if log["step"] <= state.global_step]
+            path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text("".join(to_json(log) + "\n" for log in kept), encoding="utf-8")
             os.replace(unfinished, path)  # so that a run that is killed leaves all of the lines

@@ -51,6 +51,11 @@ class RunResult:
         by = f" by {self.stopped_by}" if self.stopped_by else ""
         return self.outcome if self.outcome == "finished" else f"{self.outcome} at step {self.step}{by}"
 
+    @property
+    def sentence(self) -> str:
+        """The outcome as a sentence, without its full stop."""
+        return f"The run {'was ' if self.stopped_by else ''}{self.status}"
+
     def write(self, folder: str | Path):
         """Writes `results.json`, see `to_json`."""
         values = {"status": self.status, **asdict(self)}

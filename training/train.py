@@ -26,7 +26,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from lsgpt.configuration import LSGPTConfig
 from lsgpt.telemetry import measure_max_logits
-from lsgpt.utilities import encode_prompt, load_complete, with_unit
+from lsgpt.utilities import encode_prompt, load_complete, suggest, with_unit
 from lsgpt.utilities.environment import describe_environment, peak_memory, reset_peak_memory
 
 from .arguments import Arguments, DataArguments, RunArguments
@@ -68,8 +68,8 @@ NEUTRAL_WEIGHTS = (".sinks", ".bias", ".q_norm.weight", ".k_norm.weight")
 """Weights that fine-tuning may add to a checkpoint: their initial values are not random."""
 
 
-def check_evaluation(args: TrainingArguments):
-    """Raises `ValueError` for options that prevent the evaluation at the end of a run from computing its figures."""
+def check_evaluation(args: TrainingArguments, is_averaged: bool):
+    """Raises `ValueError` for options with which evaluations would fail, or lack figures."""
     for field, needed in (
         ("prediction_loss_only", False),
         ("batch_eval_metrics", False),
@@ -85,6 +85,16 @@ def check_evaluation(args: TrainingArguments):
                 f"`{field}` must be false; got True: the last evaluation would convert the weights. With `bf16` or "
                 "`fp16`, evaluations have lower precision, too"
             )
+    if args.label_names not in (None, ["labels"]):
+        raise ValueError(f"`label_names` must be labels; got {args.label_names}")
+    figures = ["loss", "perplexity", "bits_per_byte"]
+    known = [f"eval_{name}" for name in figures + [f"averaged_{name}" for name in figures] * is_averaged]
+    if (chosen := args.metric_for_best_model) is not None and f"eval_{chosen.removeprefix('eval_')}" not in known:
+        more = "" if is_averaged else "; with `averaging`, there are more"
+        raise ValueError(
+            f"`metric_for_best_model` must be one of {', '.join(known)}{more}; got {chosen!r}"
+            f"{suggest(chosen, known)}"
+        )
 
 
 def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LSGPTTrainer:
@@ -105,7 +115,7 @@ def run(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LS
 def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = None) -> LSGPTTrainer:
     """Loads and tokenizes the text, and builds the model and its `LSGPTTrainer`. Raises `ValueError` as `run` does."""
     args = arguments.training
-    check_evaluation(args)
+    check_evaluation(args, arguments.run.averaging is not None)
     if args.resume_from_checkpoint:
         check_resuming(args.resume_from_checkpoint, arguments)
     optimizer, callbacks = adagc_optimizer(args) if arguments.uses_adagc else None, _callbacks(arguments.run)
@@ -144,6 +154,8 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         sink_learning_rate=arguments.model.sink_learning_rate,
         save_card=save_card,
     )
+    if optimizer is None:  # `Trainer` says only when it trains that a package or setting is missing
+        trainer.get_optimizer_cls_and_kwargs(args, model)
     if (averaging := arguments.run.averaging) is not None:
         max_steps = args.max_steps
         if max_steps == -1:  # only now known how many steps the epochs have
@@ -385,7 +397,7 @@ def _report(trainer: LSGPTTrainer, arguments: Arguments, results: RunResult):
     history = trainer.state.log_history
     report = write_report(folder, arguments.recipe, model.config, results, history, max_logits, sample)
     print(f"""
-The run {results.status}. Evaluation loss {results.eval_loss:.3f}, perplexity {results.eval_perplexity:.1f}.
+{results.sentence}. Evaluation loss {results.eval_loss:.3f}, perplexity {results.eval_perplexity:.1f}.
 The model continues {prompt!r}:
 
 {sample}

@@ -230,16 +230,38 @@ def test_a_bare_checkpoint_claims_nothing(folder):
 def test_limits_of_a_run(folder):
     results = json.loads((folder / "results.json").read_text())
     tokens = 20 * results["parameters"]
-    results |= {"step": 3, "max_steps": 4, "tokens": tokens, "prompt": "word1 and 1; " * 300}
+    results |= {"outcome": "stopped", "stopped_by": "a callback", "step": 3, "max_steps": 4}
+    results |= {"tokens": tokens, "prompt": "word1 and 1; " * 300}
     (folder / "results.json").write_text(json.dumps(results))
     card = make_card(folder, "ada/tiny")
-    assert "The training ended at step 3 of the 4 of its schedule." in card.text
+    assert "The run was stopped at step 3 by a callback; these are the last good weights." in card.text
     assert "undertrained" not in card.text
     assert "max_new_tokens=1," in card.text  # the prompt fills the model's positions
-    results |= {"step": 4, "tokens": tokens - 1}
+    results |= {"outcome": "finished", "stopped_by": None, "step": 4, "tokens": tokens - 1}
     (folder / "results.json").write_text(json.dumps(results))
     card = make_card(folder, "ada/tiny")
-    assert "The training ended" not in card.text and "It is undertrained: 20 tokens per parameter" in card.text
+    assert "The run was" not in card.text and "It is undertrained: 20 tokens per parameter" in card.text
+
+
+@pytest.mark.parametrize(
+    ("num_global_heads", "sentence"),
+    [
+        (6, "All of its 12 attention heads are *global* and attend to the whole past.\n"),
+        (0, "All of its 12 attention heads are *local* and attend to the last 50 tokens.\n"),
+        (
+            [1, 0],
+            "1 is *global* and attends to the\nwhole past, and 11 are *local* and attend to the last 50 tokens.\n",
+        ),
+        (
+            [5, 6],
+            "11 are *global* and attend to the\nwhole past, and 1 is *local* and attends to the last 50 tokens.\n",
+        ),
+    ],
+)
+def test_the_card_counts_the_heads(folder, num_global_heads, sentence):
+    config = json.loads((folder / "config.json").read_text()) | {"num_global_heads": num_global_heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert sentence in make_card(folder, "ada/tiny").text
 
 
 def test_numbers_that_are_lost_are_not_evaluations(folder):

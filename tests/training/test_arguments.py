@@ -282,7 +282,8 @@ def test_recipe_of_a_run_repeats_it(tmp_path):
         "rho": 10.0,
         "gamma": 1.0,
     }
-    assert str(arguments.recipe["warmup_steps"]) == "60"  # as the recipe has it, although the field is a float
+    steps = [str(arguments.recipe[f"{name}_steps"]) for name in ("warmup", "logging", "eval")]
+    assert steps == ["60", "50", "200"]  # as the recipe has them, although the fields are floats
     assert not {"output_dir", "resume_from_checkpoint", "remove_unused_columns"} & set(arguments.recipe)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(arguments.recipe))

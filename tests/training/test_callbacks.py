@@ -55,6 +55,14 @@ def test_metrics_file_of_a_run_that_resumes(tmp_path):
     )
 
 
+def test_a_run_that_resumes_elsewhere_keeps_what_was_logged(tmp_path):
+    (tmp_path / "run").mkdir()
+    callback, state = MetricsFileCallback(), TrainerState(global_step=4)
+    state.log_history = [{"loss": 2.0, "step": 2}, {"loss": math.nan, "step": 4}, {"loss": 1.0, "step": 6}]
+    callback.on_train_begin(TrainingArguments(tmp_path / "more", use_cpu=True), state, None)
+    assert repr(read_metrics(tmp_path / "more" / "metrics.jsonl")) == repr(state.log_history[:2])
+
+
 def test_a_metrics_file_with_broken_lines_keeps_the_others(tmp_path, monkeypatch):
     """A crash cuts a line off, and a run that resumes writes behind it; a full disk may leave anything."""
     file = tmp_path / "metrics.jsonl"
