@@ -156,7 +156,9 @@ def budget_heads(config: LSGPTConfig, cache_share: float, balance: str = "overal
         count = max(math.floor(total * cache_share * SHARE_OF_GLOBAL_HEADS / least + 1e-9), 1) * least
         window = math.floor(length * (cache_share * total - count) / (total - count) + 1e-9)
     if window < 2:
-        low = (least * length + (total - least) * 2) / (total * length)
+        if least == total:
+            raise ValueError("`balance` must be overall if each layer has one key/value head; got layer")
+        low = math.ceil(1000 * (least * length + (total - least) * 2) / (total * length)) / 1000
         raise ValueError(
             f"`cache_share` must be below 1, and at least {low:.3f} with `balance` {balance}: global key/value heads, "
             f"{least} of {total}, and windows of 2 tokens; got {cache_share}"

@@ -439,13 +439,14 @@ def test_impossible_shares_of_the_cache(tiny_config):
     assert budget_heads(config, 0.5) == (1, 102)
     assert budget_heads(config, 0.99) == (2, 252)
     for share in (0.0, 0.1, 1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=r"`cache_share` must be below 1, and at least 0.173 with `balance` over"):
+        with pytest.raises(ValueError, match=r"`cache_share` must be below 1, and at least 0.174 with `balance` over"):
             budget_heads(config, share)
+    assert budget_heads(config, 0.174) == (1, 2)
     assert budget_heads(config, 0.5, "layer") == (2, 64)
     assert budget_heads(config, 0.35, "layer") == (2, 6)
     with pytest.raises(ValueError, match=r"at least 0.339 with `balance` layer: global key/value heads, 2 of 6, and"):
         budget_heads(config, 0.2, "layer")
-    with pytest.raises(ValueError, match=r"at least 1.000 with `balance` layer"):
+    with pytest.raises(ValueError, match="`balance` must be overall if each layer has one key/value head"):
         budget_heads(tiny_config(num_global_heads=6, num_key_value_heads=1), 0.5, "layer")
 
 
