@@ -34,8 +34,8 @@ TEMPERATURE, TOP_K = 0.8, 50
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Runs a sub-command and returns the exit status: 0, 2 for user errors, or 130 if a training run was
-    interrupted. Without one, prints the help.
+    Runs a sub-command and returns the exit status: 0, 2 for user errors, or 130 if it was interrupted. Without one,
+    prints the help.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
@@ -61,9 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:  # ImportError: an option needs a package that is missing
         return _fail(error)
     except KeyboardInterrupt:
-        if argv[0] not in ("compare", "study"):
-            raise
-        print("\nInterrupted. Run the same command again to continue", file=sys.stderr)
+        hint = ". Run the same command again to continue" if argv[0] in ("compare", "study") else ""
+        print(f"\nInterrupted{hint}", file=sys.stderr)
         return 130
 
 
@@ -311,13 +310,13 @@ def _train(argv: list[str]) -> int:
         from lsgpt.training.train import build_trainer, train
 
         trainer = build_trainer(arguments, save_card)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, KeyboardInterrupt) as error:
         with contextlib.suppress(OSError):  # what is not empty stays
             if makes_folder:
                 os.rmdir(folder)
             if makes_parent:
                 os.rmdir(os.path.dirname(folder))
-        return _fail(error)
+        return 130 if isinstance(error, KeyboardInterrupt) else _fail(error)
     try:
         train(trainer, arguments)
     except (ValueError, ImportError) as error:  # ImportError: an option needs a package, such as an optimizer's

@@ -495,6 +495,19 @@ def test_a_start_that_fails_leaves_no_folder_behind(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_is_no_traceback(tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lsgpt_cli._check_checkpoint", interrupt)
+    monkeypatch.setattr("lsgpt.training.train.load_texts", interrupt)
+    assert lsgpt_cli.main(["generate", "runs/demo", "def"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted\n"
+    assert lsgpt_cli.main(["train", "--dataset_name", "notes.txt"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_bare_command_says_what_to_do_first(capsys):
     assert lsgpt_cli.main([]) == 0
     alone = capsys.readouterr().out
