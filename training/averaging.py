@@ -289,19 +289,19 @@ class AveragedWeightsCallback(TrainerCallback):
             decay = min(decay, (1 + updates) / (10 + updates))
         get_ema_multi_avg_fn(decay)(list(self.averages.values()), current, None)
 
-    def _evaluation_loop(self, trainer, raw_loop, *args, **kwargs):
+    def _evaluation_loop(self, trainer, raw_loop, dataloader, *args, **kwargs):
         """
         Replaces the `evaluation_loop` of an attached Trainer, `raw_loop`. The raw weights are evaluated last, with the
         same random numbers as without averages, so that the training and metrics with a state continue as without.
         """
         is_another = _unwrap(trainer.model) is not self._model  # one callback can serve one Trainer after another
         if not self.averages or is_another or kwargs.get("description") != "Evaluation":
-            return raw_loop(*args, **kwargs)
+            return raw_loop(dataloader, *args, **kwargs)
         named = {**kwargs, "metric_key_prefix": f"{kwargs.get('metric_key_prefix', 'eval')}_{self.name}"}
-        with self.averaged_weights(trainer.model), _keep_state(trainer, *args, **kwargs):
+        with self.averaged_weights(trainer.model), _keep_state(trainer, dataloader):
             # The class's own method, because `raw_loop` may belong to another such callback.
-            averaged = type(trainer).evaluation_loop(trainer, *args, **named)
-        output = raw_loop(*args, **kwargs)
+            averaged = type(trainer).evaluation_loop(trainer, dataloader, *args, **named)
+        output = raw_loop(dataloader, *args, **kwargs)
         output.metrics.update(averaged.metrics)
         return output
 
@@ -415,7 +415,7 @@ def _fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
 
 @contextlib.contextmanager
-def _keep_state(trainer: Trainer, dataloader: DataLoader, *args, **kwargs) -> Iterator[None]:
+def _keep_state(trainer: Trainer, dataloader: DataLoader) -> Iterator[None]:
     """
     Restores what an evaluation changes afterwards: the states of the random number generators of Python, NumPy,
     PyTorch and the sampler, and the metrics that the trainers of TRL collect.
