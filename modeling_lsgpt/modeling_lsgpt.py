@@ -500,11 +500,11 @@ class LSGPTModel(LSGPTPreTrainedModel):
     def _prepare_cache(self, past_key_values: Cache, q_length: int):
         prepare_cache(self.config, past_key_values, q_length)
         check_layers(self.layers)
-        checkpoints = self.gradient_checkpointing and self.training
-        # Before Transformers 5.24, this includes passes that no gradients flow through.
-        checkpoints = checkpoints and (torch.is_grad_enabled() or CACHE == "past_key_values")
+        has_gradients = torch.is_grad_enabled()
+        # Before Transformers 5.24, checkpointing includes passes that no gradients flow through.
+        checkpoints = self.gradient_checkpointing and self.training and (has_gradients or CACHE == "past_key_values")
         # In a training step, an empty cache stays empty, as in other models; without gradients, it is for `generate`.
-        if checkpoints and (past_key_values.get_seq_length() > 0 or not torch.is_grad_enabled()):
+        if checkpoints and (past_key_values.get_seq_length() > 0 or not has_gradients):
             raise ValueError(
                 "`past_key_values` must be None with gradient checkpointing, which leaves them empty, so that "
                 "`generate` would see one token at a time; call `model.eval()` or "
