@@ -303,6 +303,7 @@ def write_page(
         source: A description of what `statistics` were measured on.
     """
     figures, layers = statistics.figures(), []
+    has_local = bool(statistics.is_local.any())
     num_heads = int((~statistics.distance.isnan()).sum())
     ids = input_ids[: min(PAGE_TOKENS, math.isqrt(2 * PAGE_WEIGHTS // num_heads))]
     rows, columns = torch.tril_indices(len(ids), len(ids))
@@ -312,18 +313,16 @@ def write_page(
         sinks = _to_page(1 - layer.weights.double().sum(-1))
         reach = layer.visible[:, -1].sum(-1).expand(len(weights)).tolist()
         row = len(layers)
-        has_local = bool(statistics.is_local.any())
-        heads = []
-        for head, is_local in enumerate(statistics.is_local[row, : len(weights)].tolist()):
-            heads.append(
-                {
-                    "kind": ("local" if is_local else "global") if has_local else "",
-                    "reach": reach[head],
-                    "figures": [_format(figure, values[row, head].item()) for figure, values in figures.items()],
-                    "weights": weights[head],
-                    **({"sinks": sinks[head]} if layer.has_sink[head] else {}),
-                }
-            )
+        heads = [
+            {
+                "kind": ("local" if is_local else "global") if has_local else "",
+                "reach": reach[head],
+                "figures": [_format(figure, values[row, head].item()) for figure, values in figures.items()],
+                "weights": weights[head],
+                **({"sinks": sinks[head]} if layer.has_sink[head] else {}),
+            }
+            for head, is_local in enumerate(statistics.is_local[row, : len(weights)].tolist())
+        ]
         layers.append({"number": layer.number, "heads": heads})
 
     visit_layers(model, ids, add)

@@ -227,12 +227,8 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | Begi
     if torch.jit.is_tracing():  # would hard-code every decision below, whatever the length of later inputs
         return _fill_empty_rows(v.dense(), v)
     is_first = isinstance(v.q_offset, int) and v.q_offset == v.kv_offset == 0 and v.q_length > 1
-    if is_first and v.is_plain and v.window is not None and not is_tracing():
-        needs_no_sink = v.sink_window is not None or not v.has_sinks
-        # Only without gradients: DDP fails if a training step leaves parameters unused.
-        is_short = v.sink_window is not None and v.kv_length < window and not torch.is_grad_enabled()
-        if needs_no_sink and (is_short or window < v.kv_length <= BEGINNING_WINDOWS * window):
-            return _beginning_mask(v)
+    if is_first and v.is_plain and not is_tracing() and _can_begin_without_mask(v):
+        return _beginning_mask(v)
     has_slots = v.has_empty_slots and not v.ends_with_queries
     if v.mask is None and v.q_length > 1 and v.kv_length > 2 * window and not has_slots:
         return _fill_empty_rows(blocked_mask(v), v)
@@ -246,6 +242,15 @@ def sdpa_mask(mask_function: Visibility, **kwargs) -> torch.Tensor | Past | Begi
         if is_past and is_large and v.kv_length <= window:
             return Past(v.kv_length - v.q_length)
     return _fill_empty_rows(v.dense(), v)
+
+
+def _can_begin_without_mask(visibility: Visibility) -> bool:
+    v = visibility
+    if v.window is None or (v.has_sinks and v.sink_window is None):
+        return False
+    if v.kv_length < v.window:  # but not in training: DDP fails if a step leaves parameters, such as sinks, unused
+        return v.sink_window is not None and not torch.is_grad_enabled()
+    return v.window < v.kv_length <= BEGINNING_WINDOWS * v.window
 
 
 def _beginning_mask(visibility: Visibility) -> Beginning:

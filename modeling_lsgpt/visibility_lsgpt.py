@@ -213,13 +213,12 @@ def describe_visibility(
 
     masks: dict[str, torch.Tensor | None] = {}
     padding_mask = documents = first_key = None
-    is_finished = isinstance(attention_mask, dict)
-    if not (attention_mask is None or isinstance(attention_mask, dict | torch.Tensor)):
-        got = type(attention_mask).__name__
-        raise ValueError(f"`attention_mask` must be a tensor, such as a boolean mask of 4 dimensions; got a {got}")
-    if isinstance(attention_mask, dict):
+    if is_finished := isinstance(attention_mask, dict):
         masks = attention_mask
         check_dictionary(masks, first_layers, batch_size, q_length)
+    elif attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+        got = type(attention_mask).__name__
+        raise ValueError(f"`attention_mask` must be a tensor, such as a boolean mask of 4 dimensions; got a {got}")
     elif attention_mask is not None and attention_mask.ndim == 4:
         check_mask(attention_mask, batch_size, q_length, past_length, has_empty_slots)
         masks = dict.fromkeys(first_layers, attention_mask)

@@ -92,8 +92,7 @@ def check_evaluation(args: TrainingArguments, is_averaged: bool):
     if (chosen := args.metric_for_best_model) is not None and f"eval_{chosen.removeprefix('eval_')}" not in known:
         more = "" if is_averaged else "; with `averaging`, there are more"
         raise ValueError(
-            f"`metric_for_best_model` must be one of {', '.join(known)}{more}; got {chosen!r}"
-            f"{suggest(chosen, known)}"
+            f"`metric_for_best_model` must be one of {', '.join(known)}{more}; got {chosen!r}{suggest(chosen, known)}"
         )
 
 
