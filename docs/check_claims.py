@@ -376,7 +376,7 @@ def checks_of_equal_time() -> list[Check]:
         ),
         prose(
             README,
-            "after one core-hour (one rate): {} (in training, shrinking); {} more (perhaps 0) without global heads.",
+            "after one core-hour (one rate): {} (training: shrinking); {} more (perhaps 0) without global heads.",
             mean(minus(loss["mhsa"], loss["ls"]), 2),
             mean(minus(loss["ls"], loss["local-only"]), 2),
         ),
