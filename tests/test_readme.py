@@ -428,9 +428,9 @@ def test_figures_of_healing_on_longer_blocks_are_those_of_the_run():
     ratios, blocks = ([of_longer["perplexity"][size][x] for size in ("2048", "8192")] for x in ("ratio", "blocks"))
     for sentence in (
         f"after {run['step']} steps of 8,192 tokens ({run['train_seconds'] / 60:.0f} minutes on two CPU cores, "
-        f"{run['peak_memory_bytes'] / 1e9:.0f} GB), the model finds {sum(longer)} of {sum(counts)} numbers at least "
-        f"2,048 tokens back ({longer[0]} literal, {longer[1]} paraphrased); healed as above, {sum(healed)} "
-        f"(paired: p < 0.001); the source, {sum(source)} ({source[0]} and {source[1]}; "
+        f"with MKL's AVX-512 kernels, {run['peak_memory_bytes'] / 1e9:.0f} GB), the model finds {sum(longer)} of "
+        f"{sum(counts)} numbers at least 2,048 tokens back ({longer[0]} literal, {longer[1]} paraphrased); healed as "
+        f"above, {sum(healed)} (paired: p < 0.001); the source, {sum(source)} ({source[0]} and {source[1]}; "
         f"p = {to_source:.2f}).",
         f"After {other['step']} steps, it finds {sum(shorter)}.",
         f"Its perplexity is {ratios[0]:.3f} of the source's in {blocks[0]} blocks of 2,048 tokens, {ratios[1]:.3f} in "
