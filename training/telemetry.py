@@ -90,6 +90,7 @@ class LogitTelemetryCallback(StoppingCallback):
         self.stop_step = None
         self.on_init_end(args, state, control, model=model)  # again, for callbacks that were added later
         self._max_logits = MaxLogits(model)
+        self._cleanup.callback(self._max_logits.stop)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if (state.global_step + 1) % self.every_n_steps == 0:
@@ -137,10 +138,6 @@ class LogitTelemetryCallback(StoppingCallback):
                 f"the attention logits do not reach {', '.join(args.report_to)}, which a stock `Trainer` calls before "
                 "its `callbacks`. Use `LSGPTTrainer`, or see LogitTelemetryCallback"
             )
-
-    def on_train_end(self, args, state, control, **kwargs):
-        super().on_train_end(args, state, control)
-        self._max_logits.stop()
 
     def _warn(self, maxima: torch.Tensor, layer_numbers: list[int], figures: dict, state):
         row, head = divmod(maxima.argmax().item(), maxima.shape[1])  # a NaN, if any, counts as the largest

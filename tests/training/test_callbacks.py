@@ -12,6 +12,7 @@ from trainers import random_rows, trainer_of
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lsgpt import LSGPTConfig, LSGPTForCausalLM
+from lsgpt.modeling_lsgpt import attention_layers
 from lsgpt.training import (
     LogitTelemetryCallback,
     LSGPTTrainer,
@@ -331,6 +332,13 @@ def test_a_training_that_an_exception_ended_leaves_nothing_to_the_next(tiny_mode
     assert len(model._forward_hooks) == 1
     callback.on_train_end(args, TrainerState(), None)
     assert not model._forward_hooks
+
+    telemetry = LogitTelemetryCallback(every_n_steps=1)
+    telemetry.on_train_begin(args, TrainerState(), None, model=model)
+    telemetry.on_step_begin(args, TrainerState(), None)
+    assert any(layer.max_logits is not None for layer in attention_layers(model))
+    telemetry.on_train_begin(args, TrainerState(), None, model=model)
+    assert all(layer.max_logits is None for layer in attention_layers(model))
 
 
 def test_all_processes_run_the_same_batch_again(tiny_model, tmp_path, monkeypatch, caplog):
