@@ -127,14 +127,14 @@ def _make_parser() -> argparse.ArgumentParser:
         help="put a trained model on the Hub, with a model card made from its run",
         description="Put a trained model on the Hub in one commit: weights, tokenizer, code, plots, recipe, metrics, "
         "and a model card made from its run. Everything is checked before a repository is created. FOLDER is not "
-        "changed. If it has a README.md, the licence in its metadata is used; the new card replaces it on the Hub.",
+        "changed. If it has a README.md, the license in its metadata is used; the new card replaces it on the Hub.",
     )
     publish.add_argument("folder", metavar="FOLDER", help="a folder with a checkpoint, such as runs/demo")
     publish.add_argument("repo_id", metavar="USER/NAME", help="the model's name on the Hub; it must not exist yet")
     publish.add_argument(
         "--license",
         metavar="ID",
-        help="licence of the weights as the Hub names it, such as apache-2.0; default: the one in FOLDER's "
+        help="license of the weights as the Hub names it, such as apache-2.0; default: the one in FOLDER's "
         "README.md or recipe.yaml, or that of the checkpoint the run started from",
     )
     publish.add_argument("--private", action="store_true", help="visible only to you or your organization")

@@ -35,7 +35,7 @@ from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
 
 FOLLOWING = 128
-"""How many tokens of text after a passage are predicted."""
+"""Number of tokens of text after a passage; all but the first are predicted."""
 
 PROPERTIES = {
     "LSGPT": ("yes", "yes", "Transformers; vLLM with sinks that every query sees", "none, or healing"),
@@ -204,6 +204,8 @@ def main(arguments: list[str]):
         raise ValueError(f"the source must have a tokenizer, to read a text with; {options.source!r} has none")
     whole = convert_pretrained(source)
     count, window = budget_heads(whole.config, options.cache_share)
+    text = read_text(options.text, tokenizer, options.length * options.passages + FOLLOWING)
+    passages = make_passages(tokenizer, text[:-FOLLOWING], options.length, options.passages, window, seed=3)
     methods: dict[str, tuple] = {"source": (source, None)}
     methods |= {f"LSGPT {name}": (load(name), None) for name in options.checkpoints}
     if options.calibrate is not None:
@@ -218,8 +220,6 @@ def main(arguments: list[str]):
     if options.save_whole is not None:
         for each in (methods["whole layers"][0], tokenizer):
             each.save_pretrained(options.save_whole)
-    text = read_text(options.text, tokenizer, options.length * options.passages + FOLLOWING)
-    passages = make_passages(tokenizer, text[:-FOLLOWING], options.length, options.passages, window, seed=3)
     items: dict[str, list[dict]] = {name: [] for name in methods}
     for number, passage in enumerate(passages):
         following = text[passage.end : passage.end + FOLLOWING]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from scipy import stats
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lsgpt import LSGPTConfig
 from lsgpt.conversion import ask, cache_bytes, load_pretrained, make_passages
@@ -34,7 +34,7 @@ from lsgpt.conversion.retrieval import read
 from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.training.data import load_documents
-from lsgpt.utilities import table
+from lsgpt.utilities import load_complete, table
 
 from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
@@ -53,7 +53,7 @@ def load(name: str) -> PreTrainedModel:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not name.endswith(".gguf") and AutoConfig.from_pretrained(name).model_type == LSGPTConfig.model_type:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
+        return load_complete(name, dtype=torch.float32).eval().to(device)
     model = load_pretrained(name).eval()
     if model.dtype != torch.float32:  # one from a GGUF file is, and its `float` raises an error
         model = model.float()
@@ -280,7 +280,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--passages", type=at_least(1), default=100, help="passages of each length; default: %(default)s"
     )
     parser.add_argument(
-        "--distance", type=int, default=512, help="least number of tokens between a number and its question"
+        "--distance",
+        type=at_least(1),
+        default=512,
+        help="least number of tokens between a number and its question; default: %(default)s",
     )
     parser.add_argument("--minutes", type=float, help="stop after this time; repeat the command to go on")
     parser.add_argument(
@@ -289,6 +292,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not (options.block_sizes or options.lengths):
         parser.error("`--block_sizes` or `--lengths` must have a number")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"`--minutes` must be above 0; got {options.minutes:g}")
     return options
 
 
@@ -323,9 +328,10 @@ def main(arguments: list[str]):
     print(f"{tokens_left:,} tokens to read with {len(options.models)} models", flush=True)
     for name, part in _missing(options.models, tasks, found):
         model = load(name)
-        # On the CPU, whose sums are not those of a GPU: a run may go on where there is none.
+        # Nearly the same sum: a run may go on with another number of threads, or where there is no GPU.
         weights = sum(parameter.cpu().double().sum().item() for parameter in model.parameters())
-        if any(key[0] == name and item["weights"] != weights for key, item in found.items()):
+        known = [item["weights"] for key, item in found.items() if key[0] == name]
+        if not all(math.isclose(weights, each, rel_tol=1e-9, abs_tol=1e-6) for each in known):
             raise ValueError(
                 f"`--output` must be new for a model whose weights have changed; {str(raw)!r} has measurements of "
                 f"another {name!r}"

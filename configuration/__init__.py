@@ -129,12 +129,14 @@ def load_arms(file: str | Path | None = None) -> dict[str, dict]:
         file: A YAML file with more arms, which may also replace those of this package.
 
     Raises:
-        ValueError: If there is no such file, or it is not a mapping from names to mappings.
+        ValueError: If there is no such file, or it is not a mapping from names, which are text, to mappings.
     """
     arms = _read_yaml_mapping(_FOLDER / "arms.yaml", "arms")
     if file is not None:
         arms |= _read_yaml_mapping(Path(file), "arms")
     for name, fields in arms.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the name of an arm must be text; got {name!r}. In YAML, put such a name in quotes")
         if not isinstance(fields, dict):
             raise ValueError(f"arm {name!r} must be a mapping from field names to values; got {fields!r}")
     return arms

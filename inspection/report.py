@@ -24,6 +24,9 @@ FILES = ("report.md", "heads.png", "statistics.json", "attention.html")
 LENGTH = 512
 """Default for the maximum number of tokens in a block."""
 
+CHARACTERS = 64
+"""Maximum number of characters read for each token that is needed; texts have far fewer in each token."""
+
 PAGE_TOKENS = 128
 """Maximum number of tokens in the passage on the page."""
 
@@ -130,7 +133,8 @@ def read_blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, num_
     for number, document in enumerate(documents):
         if number and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
-        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
+        beginning = document[: CHARACTERS * room * num_blocks]
+        ids += tokenizer(beginning, add_special_tokens=False, verbose=False).input_ids
         if len(ids) >= room * num_blocks:
             break
     room = min(room, len(ids))

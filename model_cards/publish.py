@@ -46,14 +46,14 @@ def publish(
         repo_id: The name on the Hub, `USER/NAME` or `ORGANIZATION/NAME`.
         private: Whether to make the repository private.
         dry_run: Whether to write what would be uploaded into `output` instead, without using the network.
-        license: The weights' licence; see `make_card`.
+        license: The weights' license; see `make_card`.
         output: A new or empty folder; by default `FOLDER-card`, or `FOLDER-card-2`, ... if that is taken.
 
     Returns:
         The address of the repository, or the output folder of a dry run.
 
     Raises:
-        ValueError: If the folder is not a complete checkpoint, there is no licence or no token, the name is taken or
+        ValueError: If the folder is not a complete checkpoint, there is no license or no token, the name is taken or
             does not belong to the token's user, the output folder of a dry run is not empty, or the Hub refuses the
             upload.
     """
@@ -101,7 +101,7 @@ def collect_files(folder: str | Path, repo_id: str, license: str | None) -> dict
     draw_heads(config, picture)
     files = {name: folder / name for name in (*required, *optional) if (folder / name).is_file()}
     files |= {"README.md": card.encode(), HEADS_PICTURE: picture.getvalue()}
-    # A run's folder does not have the licence file of the checkpoint that it started from.
+    # A run's folder does not have the license file of the checkpoint that it started from.
     link = ModelCard(card).data.get("license_link")
     if link and Path(link).name == link and link not in files:
         files.update((link, place / link) for place in reversed(lineage(folder)) if (place / link).is_file())

@@ -1,5 +1,6 @@
 """`lsgpt compare`: arms of a recipe as a study without claims, with the machinery of all studies."""
 
+import glob
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ def compare(
         content["arms"] = {**earlier["arms"], **content["arms"]}
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return run_study(RecipeArms(folder), num_seeds, arms, folder, num_processes)
+    return run_study(RecipeArms(folder), num_seeds, [glob.escape(arm) for arm in arms], folder, num_processes)
 
 
 def resolve_arm(base: dict, arm: str, arms_file: str | Path | None = None) -> Arguments:

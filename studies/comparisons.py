@@ -232,12 +232,13 @@ class Bounds(Claim):
 
     def _judge(self, runs: Runs) -> Finding:
         by_seed = [{run["seed"]: limit.holds(run) for run in runs[limit.arm]} for limit in self.limits]
-        holds = [all(each[seed] for each in by_seed) for seed in set.intersection(*map(set, by_seed))]
+        seeds = set.intersection(*map(set, by_seed))
+        holds = [all(each[seed] for each in by_seed) for seed in seeds]
         if not holds:
             return Finding(OPEN)
         figures = []
         for arm, metric, *_ in self.limits:
-            values = format_values([metric.of(run) for run in runs[arm]], metric.digits)
+            values = format_values([metric.of(run) for run in runs[arm] if run["seed"] in seeds], metric.digits)
             figures.append(f"{metric.words} of `{arm}` {values}")
         verdict = SUPPORTED if all(holds) else INCONCLUSIVE if any(holds) else CONTRADICTED
         return Finding(verdict if len(holds) > 1 else INCONCLUSIVE, "; ".join(figures), num_seeds=len(holds))

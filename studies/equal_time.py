@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -99,6 +100,7 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
     shape = {"vocab_size": 1024, "hidden_size": 96, "position_embedding_type": "rope", "qk_norm": True}
     fields = {
         **ON_A_CORE,
+        "use_cpu": True,
         "config_overrides": shape,
         "learning_rate": 1.2e-3,
         "max_steps": 10_000_000,
@@ -111,7 +113,8 @@ with rotary positions, differences in loss had a standard deviation of about 0.0
     contexts = (16, 64, 256, 512, 2048)
 
     def change(self, trainer: LSGPTTrainer, arm: str):
-        """Lets time end the training, and set the learning rate."""
+        """Lets the time of one thread end the training, and set the learning rate."""
+        torch.set_num_threads(1)
         clock = BudgetCallback(self.budget)
         trainer.callback_handler.callbacks.insert(0, clock)  # before the callback that writes the metrics
 

@@ -316,8 +316,11 @@ missing from this page after their results came, and is there again."""
 def growth(run: dict) -> float:
     """The largest logit in the last tenth of the steps over that in the second tenth, in doublings."""
     curve, tenth = run["curves"]["max_logit"], run["step"] / 10
-    second = max(logit for step, logit in curve if tenth < step <= 2 * tenth)
-    return math.log2(max(logit for step, logit in curve if step > 9 * tenth) / second)
+
+    def top(begin: float, end: float) -> float:  # NaN if nothing was measured, or a logit was NaN
+        return float(np.max([logit for step, logit in curve if begin < step <= end] or math.nan))
+
+    return math.log2(top(9 * tenth, math.inf) / top(tenth, 2 * tenth))
 
 
 def _fall(run: dict) -> float:

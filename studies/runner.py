@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from lsgpt.training.callbacks import read_metrics
+from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.utilities import format_duration, suggest, table
 from lsgpt.utilities.strict_json import with_nan
 
@@ -75,8 +75,6 @@ def run_study(
     if study.recipe is not None:
         file.write_text(json.dumps(list(fields)), encoding="utf-8")  # `prepare` has accepted them
     runs_file = folder / RUNS_FILE
-    if runs_file.exists() and not (text := runs_file.read_text(encoding="utf-8")).endswith("\n"):
-        runs_file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a crash cut off the last line
     made = {(line["arm"], line["seed"]) for line in read_lines(folder)}
     # All arms of a seed come before the next seed, so that an early report already shows every arm.
     seeds = {arm: num_seeds or study.seeds_of(arm) for arm in arms}
@@ -97,9 +95,7 @@ def run_study(
                     f"{arm} with seed {seed} ended with status {status} and without results; its output is in "
                     f"{logs[index]}. Run the same command again to continue"
                 )
-            line = file.read_text(encoding="utf-8")
-            with runs_file.open("a", encoding="utf-8") as runs:
-                runs.write(line + "\n")
+            append_line(runs_file, json.loads(file.read_text(encoding="utf-8")))
             write_report(study, folder)
             left = format_duration((time.perf_counter() - start) / number * (len(missing) - number))
             print(f"[{number}/{len(missing)}] {arm}, seed {seed}; {left} left", flush=True)
@@ -224,7 +220,8 @@ arm and none of the other. A claim stays open as long as its runs are missing.
 {word_comparisons(study, runs)}
 
 """
-        wanted = f" of {sum(map(study.seeds_of, study.arms))}"
+        planned = sum(map(study.seeds_of, study.arms))
+        wanted = f" of {planned}" if len(lines) <= planned else ""
         command = " ".join(["lsgpt study", study.name, *lines[0]["fields"]])
         again = f"\nTo repeat them: `{command}`. To rewrite this page: `lsgpt study {study.name} --report FOLDER`."
     report = f"""# {study.title}

@@ -101,7 +101,8 @@ class Study(ABC):
     def describe(self) -> str:
         """Describes the study for the command line."""
         claims = "\n".join(f"- {item.title} ({item.source})" for item in self.comparisons.values())
-        size = f"{len(self.arms)} arms, {self.num_seeds} seeds, about {self.hours:g} h on two CPU cores"
+        num_runs = sum(map(self.seeds_of, self.arms))
+        size = f"{len(self.arms)} arms, {num_runs} runs, about {self.hours:g} h on two CPU cores"
         return f"{self.title}\n\n{self.question}\n\nClaims:\n{claims}\n\n{size}\n\nArms: {', '.join(self.arms)}"
 
     @abstractmethod

@@ -506,7 +506,7 @@ def test_short_text_into_the_folder_of_an_earlier_inspection(workplace):
     assert results["far"] == 3
 
 
-def test_data_sets_and_first_tokens(workplace):
+def test_data_sets_and_first_tokens(workplace, monkeypatch):
     """Of a dataset the held-out documents are read; a token that begins texts begins every block."""
     (workplace / "data").mkdir()
     (workplace / "data" / "train.txt").write_text("unwanted " * 50)
@@ -514,6 +514,9 @@ def test_data_sets_and_first_tokens(workplace):
     tokenizer = AutoTokenizer.from_pretrained("llama")
     ids = tokenizer(TEXT).input_ids
     assert read_blocks("data", tokenizer, 10, 3).tolist() == [ids[:10], ids[10:20], ids[20:30]]
+    with monkeypatch.context() as fewer:
+        fewer.setattr("lsgpt.inspection.report.CHARACTERS", 2)  # no more of a document is tokenized
+        assert read_blocks("data", tokenizer, 10, 3).flatten().tolist() == tokenizer(TEXT[:60]).input_ids[:20]
     begin = tokenizer.bos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]

@@ -11,6 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -143,6 +144,9 @@ def test_other_texts_and_weights_are_refused(folder, monkeypatch, capsys):
     assert "`--output` must be new for another text, `--tokens` or `--distance`" in capsys.readouterr().err
     raw = folder / "out" / "other.jsonl"
     item = json.loads(raw.read_text())
+    # Nearly the same sum of the weights, as with another number of threads.
+    raw.write_text(json.dumps({**item, "weights": item["weights"] + 1e-9}) + "\n")
+    assert lsgpt_cli.main([*command, "--minutes", "0.0001"]) == 0
     raw.write_text(json.dumps({**item, "weights": item["weights"] + 1}) + "\n")
     assert lsgpt_cli.main(command) == 2
     assert "`--output` must be new for a model whose weights have changed" in capsys.readouterr().err
@@ -186,6 +190,8 @@ def test_every_block_is_whole(folder, tmp_path):
         (["--block_sizes", "1"], "argument --block_sizes: must be an integer of 2 or more; got '1'"),
         (["--passages", "0"], "argument --passages: must be an integer of 1 or more; got '0'"),
         (["--tokens", "0"], "argument --tokens: must be an integer of 1 or more; got '0'"),
+        (["--distance", "-600"], "argument --distance: must be an integer of 1 or more; got '-600'"),
+        (["--minutes", "0"], "`--minutes` must be above 0; got 0"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, message, capsys):
@@ -354,6 +360,24 @@ def test_other_methods_need_text_to_choose_heads_on(others, capsys):
     assert "--calibrate is missing; without it, there must be --checkpoints" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"--length": "500"}, "`length` must leave 546 tokens between a number and its question"),
+        ({"--passages": "1000"}, "`--text` must have at least"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_found_at_once(folder, sizes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.delattr(cache_methods, "calibrate")
+    options = {"--length": "1500", "--passages": "2", "--cache-share": "0.3", **sizes, "--save-whole": str(tmp_path)}
+    with pytest.raises(ValueError, match=message):
+        cache_methods.main(
+            ["source", "--calibrate", "text.txt", "--text", "text.txt", *(x for item in options.items() for x in item)]
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_whole_layers_are_saved_in_a_folder_of_their_own(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     command = ["source", "--text", "text.txt", "--calibrate", "text.txt", "--save-whole", str(tmp_path)]
@@ -433,3 +457,7 @@ def test_positions_go_on_after_tokens_that_a_method_has_dropped(model_and_passag
 def test_checkpoints_are_measured_in_float32(tiny_model, tmp_path):
     tiny_model(torch.bfloat16).save_pretrained(tmp_path)
     assert quality.load(str(tmp_path)).dtype == torch.float32
+    file = tmp_path / "model.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if "q_proj" not in name}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="q_proj"):  # instead of random weights
+        quality.load(str(tmp_path))

@@ -172,10 +172,12 @@ def test_a_run_starts_anew_where_nobody_can_go_on(tmp_path):
         ({"arms": ["ls"], "num_seeds": 0}, "`num_seeds` must be at least 1; got 0"),
         ({"arms": ["ls"], "overrides": ["--max_stps", "1"]}, "did you mean '--max_steps'"),
         ({"arms": ["ls"], "arms_file": "nowhere.yaml"}, "arms nowhere.yaml cannot be read"),
+        ({"arms": ["ls"], "arms_file": "off.yaml"}, "the name of an arm must be text; got False. In YAML, put such a"),
     ],
 )
 def test_mistakes_are_found_before_the_first_run(tmp_path, arguments, message):
     write_inputs(tmp_path)
+    (tmp_path / "off.yaml").write_text("off: {}")
     with pytest.raises(ValueError, match=message):
         compare("tiny.yaml", **arguments)
     assert not (tmp_path / "runs").exists()
@@ -253,3 +255,19 @@ def test_a_run_that_fails_ends_the_others(tmp_path):
         assert (index, status) == (0, 3)
         raise ChildProcessError
     assert time.monotonic() - start < 60
+
+
+def test_names_of_arms_are_not_patterns(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    (tmp_path / "arms.yaml").write_text('{"ls*": {}, "ls[1]": {}}')
+    started = []
+
+    def run_commands(commands, *_):
+        started.extend(command[4] for command in commands)
+        raise InterruptedError
+        yield
+
+    monkeypatch.setattr("lsgpt.studies.runner.run_commands", run_commands)
+    with pytest.raises(InterruptedError):
+        compare("tiny.yaml", ["ls*", "ls[1]"], 1, arms_file="arms.yaml")
+    assert started == ["ls*", "ls[1]"]

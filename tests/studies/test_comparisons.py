@@ -131,6 +131,7 @@ def test_bounds_need_all_seeds():
     assert bounds.judge(runs_of(a=[5.0])).verdict == "open"
     of_common_seeds = bounds.judge(runs_of(a=[5.0, 6.0, 3.0], b=[1.0, 1.5]))
     assert (of_common_seeds.verdict, of_common_seeds.num_seeds) == ("supported", 2)
+    assert "of `a` 5.500 ± 0.707;" in of_common_seeds.figure  # of the seeds that decide
 
 
 def test_log_rank():

@@ -91,6 +91,8 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
 
     # One seed is no verdict; the report needs nothing but the lines.
     text = report.read_text()
+    planned = len(load_study("learning-rates").arms) * load_study("learning-rates").num_seeds
+    assert f"\n1 of {planned} runs: 1 arms with 1 seed" in text
     assert text.count("Verdict: **open**") == len(load_study("learning-rates").comparisons)
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -109,6 +111,9 @@ def test_a_study_keeps_what_it_has_and_repeats_itself(tmp_path, monkeypatch):
     runs_file = report.parent / "runs.jsonl"
     whole = runs_file.read_text()
     runs_file.write_text(whole + whole[:100])
+    assert read_lines(report.parent) == [line]
+    runs_file.write_text(whole.rstrip())  # by an editor: nothing is run, and nothing lost
+    run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
     assert read_lines(report.parent) == [line]
     runs_file.write_text(whole[:100])
     run_study(load_study("learning-rates"), num_seeds=1, only=[arm], fields=fields)
@@ -371,7 +376,10 @@ def test_equal_time_ends_with_the_budget_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "budget", 1.0)
     monkeypatch.setattr(study, "contexts", (16, 64))
     fields = small_fields(block_size="64", max_steps="100000", save_steps="5", max_logit_every_n_steps="0")
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)  # for this process has more to do
     run = study.run("ls", 42, tmp_path, fields)
+    assert threads == [1] and study.fields["use_cpu"]
     assert 1.0 <= run["cpu_seconds"] < 1.5 and run["wall_seconds"] > 0 and run["step"] > 5
     assert not run["diverged"] and LOSS.of(run) == run["eval_loss"] < run["first_loss"]
     logs = [json.loads(line) for line in (tmp_path / "ls" / "seed-42" / "metrics.jsonl").read_text().splitlines()]
@@ -435,7 +443,8 @@ def test_every_study_says_what_it_does_before_it_is_run(name, capsys):
     with pytest.raises(SystemExit):
         lsgpt_cli.main(["study", name, "--help"])
     text = capsys.readouterr().out
-    assert f"about {study.hours:g} h on two CPU cores" in text
+    num_runs = sum(study.seeds_of(arm) for arm in study.arms)
+    assert f"{len(study.arms)} arms, {num_runs} runs, about {study.hours:g} h on two CPU cores" in text
     assert all(item.title in text for item in study.comparisons.values())
 
 
@@ -497,6 +506,8 @@ def test_growth_compares_tenths_of_the_steps():
     """With points that are not spread evenly, of which the last one of the second tenth is the largest there."""
     curve = [[100, 9.0], [110, 1.0], [190, 1.5], [200, 2.0], [210, 9.0], [900, 9.0], [910, 16.0], [1000, 12.0]]
     assert growth({"step": 1000, "curves": {"max_logit": curve}}) == 3.0
+    for short in ([[20, 1.0], [40, 2.0]], [[8, 1.0], [48, math.nan]], []):  # nothing measured there, or a divergence
+        assert math.isnan(growth({"step": 50, "curves": {"max_logit": short}}))
 
 
 def test_plots_know_global_from_local_heads():
