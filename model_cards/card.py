@@ -342,8 +342,8 @@ def _name_data(recipe: dict) -> str:
 
 def _hub_link(name: str, kind: str = "") -> str:
     """
-    A link to a name on the Hub; of a local path, only the last part, because the rest is private. A single word may be
-    either, such as `gpt2`.
+    A link to a name on the Hub; of a local path, only the last part, because the rest says nothing to others. A single
+    word may be either, such as `gpt2`.
     """
     if _is_on_hub(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"

@@ -8,6 +8,7 @@ worker of pytest, Python's fork server, that imports them, and every program get
 import atexit
 import multiprocessing
 import os
+import random
 import runpy
 import shutil
 import socket
@@ -17,6 +18,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -121,11 +123,19 @@ def run(*arguments, cwd=".", **variables) -> str:
     return program.output
 
 
+def find_port() -> int:
+    """A free port, not one of those that the system gives to whoever asks for any: it may be used later."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):  # not the same in all workers of pytest
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
 def run_together(number: int, *arguments, **variables) -> list[str]:
     """The outputs of that many processes of one job, which know of each other what launchers tell them."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
+    shared = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, **address}
     programs = []
     for rank in range(number):
         own = {**shared, "RANK": rank, "LOCAL_RANK": rank, **variables}

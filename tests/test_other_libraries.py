@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -197,9 +196,7 @@ except AssertionError as error:
 
 
 def test_transformers_serve(folder):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(fresh.find_port())
     server, client = (block("transformers serve", "python", i).replace("8000", port) for i in (0, 1))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     program = fresh.Program("-c", server, cwd=folder, NO_PROXY="localhost")

@@ -325,13 +325,23 @@ def test_refused_configurations(config_class, values, message, tmp_path):
         load_pretrained(tmp_path)
 
 
-def test_harmless_windows():
-    for values in (
-        {"use_sliding_window": False, "sliding_window": 8},
-        {"use_sliding_window": True, "sliding_window": 64},
-    ):
-        source = make_source(Qwen2Config, **values)
-        assert relative_error(convert_pretrained(source), source, torch.randint(97, (2, 60))) <= 1e-5
+@pytest.mark.parametrize(
+    ("config_class", "values", "num_global_heads"),
+    [
+        (MistralConfig, {"sliding_window": 63}, 0),
+        (MistralConfig, {"sliding_window": 64}, 6),  # the model's positions: no text outgrows it
+        (MistralConfig, {"sliding_window": 100}, 6),
+        (Qwen2Config, {"use_sliding_window": False, "sliding_window": 8}, 6),
+        (Qwen2Config, {"use_sliding_window": True, "sliding_window": 63, "max_window_layers": 0}, 0),
+        (Qwen2Config, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 6),
+    ],
+)
+def test_harmless_windows(config_class, values, num_global_heads):
+    """They leave heads global, which a conversion could then make local."""
+    source = make_source(config_class, **values)
+    model = convert_pretrained(source)
+    assert model.config.num_global_heads == num_global_heads
+    assert relative_error(model, source, torch.randint(97, (2, 64))) <= 1e-5
 
 
 def test_fields_that_the_model_does_not_have_are_ignored():

@@ -646,6 +646,17 @@ def test_first_tokens_need_no_mask(tiny_model, monkeypatch, length, sinks, needs
         assert (of_local if of_local is None else of_local.ndim) == kind
 
 
+@pytest.mark.parametrize("length", [29, 30, 31, 32])
+@torch.no_grad()
+def test_a_past_ends_where_a_text_outgrows_the_window(tiny_model, monkeypatch, length):
+    monkeypatch.setattr(attention_lsgpt, "MASKED_PAIRS", 1)
+    ids, options = torch.randint(97, (2, length)), {"dtype": torch.float64, "sliding_window": 30}
+    model = tiny_model(**options)
+    cache = DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split((12, length - 12), dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), tiny_model(engine="eager", **options)(ids).logits)
+
+
 @pytest.mark.parametrize("values", [{"sliding_window": 40}, {"sliding_window": 100, "attention_sinks": True}])
 @torch.no_grad()
 def test_windows_and_sinks_keep_their_masks_in_large_chunks(tiny_model, monkeypatch, values):

@@ -18,6 +18,7 @@ from lsgpt import LSGPTForCausalLM, LSGPTForSequenceClassification
 from lsgpt.modeling_lsgpt import GLOBAL, attention_lsgpt
 from lsgpt.modeling_lsgpt.context_parallel_lsgpt import (
     ContextParallelCache,
+    ExchangeTokens,
     check_inputs,
     count_tokens_sent,
     split_sequences,
@@ -34,6 +35,7 @@ SCRIPT = Path(__file__).with_name("split_sequences.py")
     "options",
     [
         pytest.param(["--configurations", "12", "--first", "1000"], id="sdpa and eager"),
+        pytest.param(["--configurations", "1", "--first", "73"], id="without masks"),
         pytest.param(["--configurations", "2", "--first", "95", "--engine", "flex_attention"], id="flex_attention"),
         pytest.param(["--configurations", "4", "--autocast"], id="autocast"),
         pytest.param(["--configurations", "1", "--first", "180", "--compiled"], id="compiled layers"),
@@ -42,11 +44,28 @@ SCRIPT = Path(__file__).with_name("split_sequences.py")
         ),
     ],
 )
-def test_random_configurations(options):
+def test_random_configurations(options, request):
     """More of them by hand: `python tests/modeling_lsgpt/split_sequences.py --configurations 200`."""
     start = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     program = fresh.Program("-c", start, SCRIPT, *options, TRITON_INTERPRET="1")
     assert program.wait(timeout=300) == 0, program.output + program.errors
+    if request.node.callspec.id == "without masks":
+        assert "'Beginning'" in program.output and "'Past'" in program.output
+
+
+def test_gradients_are_summed_in_float32(monkeypatch):
+    """Of three processes, the first one's token is also seen by the others."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    incoming = [torch.zeros(0, 1, 1, 1), torch.full((2, 1, 1, 1), 2.0**-8)]  # forward and backward
+
+    def exchange(output, *_, **__):
+        output.copy_(incoming.pop(0))
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", exchange)
+    states = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    output = ExchangeTokens.apply(states, [1, 1, 1], [1, 0, 0], None)
+    output.backward(torch.ones_like(output))
+    assert states.grad.item() == 1 + 2**-7  # in bfloat16, 1 + 2**-8 would be 1, twice
 
 
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 9, 14, 100, None])

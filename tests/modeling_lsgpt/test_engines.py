@@ -328,6 +328,11 @@ def test_masks_move_to_another_device(tiny_config):
             if name == "flex_attention":
                 assert mask.mask_mod.visibility.padding_mask.device.type == "meta"
 
+    config = tiny_config(attention_sinks="full_window")
+    config._attn_implementation = "sdpa"
+    masks = create_masks(config, describe_visibility(config, torch.empty(2, 40, 0), padding)).to("meta")
+    assert masks.sees_sink[LOCAL].device.type == "meta"
+
 
 @pytest.fixture
 def flash_calls(monkeypatch):

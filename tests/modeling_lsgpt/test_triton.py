@@ -94,6 +94,19 @@ def test_packed_documents_continue_from_a_cache(models):
     torch.testing.assert_close(logits[1], torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("first", [29, 30, 31, 32])
+def test_chunks_that_begin_at_the_edge_of_a_block_of_keys(models, first):
+    """Blocks have 32 keys: the mask, which blocks before the diagonal do without, begins in time."""
+    ids, found = torch.randint(97, (2, 40), device=DEVICE), []
+    for model in models:
+        cache, parts = DynamicCache(config=model.config), ids.split((first, 40 - first), dim=1)
+        logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        found.append((logits, torch.autograd.grad(logits.square().mean(), list(model.parameters()))))
+    (plain, expected), (fused, gradients) = found
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["padding", "packed"])
 def test_max_logits_come_from_the_kernel(models, name, monkeypatch):
     inputs = inputs_of(name)

@@ -1,11 +1,8 @@
 """The OpenAI-compatible server over HTTP: its own processes, the compiled model, text in and text out."""
 
-import contextlib
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -42,7 +40,7 @@ def checkpoint(tiny_model, tmp_path, request):
 @pytest.fixture
 def server(checkpoint, tmp_path):
     """The address of a server of that folder."""
-    port = find_port()
+    port = fresh.find_port()
     # What `vllm serve` runs. That command itself does not start in the CPU build, which has no package named vllm.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[2])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "lsgpt"]
@@ -71,15 +69,6 @@ def environment_of_users():
     """Without what `conftest.py` sets for engines in the process of the tests: these models are compiled."""
     own = "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE"
     return {name: value for name, value in os.environ.items() if name not in own}
-
-
-def find_port():
-    """A free port, not one of those that the system gives to whoever asks for any: the server takes long to start."""
-    for port in random.sample(range(10_000, 32_768), 100):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port is free")
 
 
 def is_up(address):

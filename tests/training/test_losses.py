@@ -104,17 +104,6 @@ def test_other_losses_of_such_a_classifier(make):
     torch.testing.assert_close(found, make()((logits.flatten(0, 1),), labels.flatten()))
 
 
-def test_an_exponent_of_1_is_the_cross_entropy():
-    logits, labels = torch.randn(2, 9, 7, requires_grad=True), torch.randint(7, (2, 9))
-    labels[0, :4] = -100
-    found, expected = (
-        exponentiated_loss(1)((logits,), labels),
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
-    )
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradient(found, logits), gradient(expected, logits))
-
-
 @pytest.mark.parametrize("e", [0.01, 0.5, 0.99])
 @pytest.mark.parametrize("floor", [FLOOR, 0.01])
 def test_the_floor(e, floor):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import runpy
-import socket
 import time
 from pathlib import Path
 
@@ -77,10 +76,8 @@ def test_one_process(tmp_path):
 def test_two_machines(tmp_path):
     """Two launchers that find each other, as on two machines: the command differs in its rank only."""
     (tmp_path / "who.py").write_text(WHO, encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     options = ["--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
-    options += ["--main_process_port", str(port), "--machine_rank"]
+    options += ["--main_process_port", str(fresh.find_port()), "--machine_rank"]
     launchers = [launch("ddp", tmp_path / "who.py", options=[*options, str(rank)]) for rank in (0, 1)]
     for rank, launcher in enumerate(launchers):
         assert f"process {rank} of 2\n" in output_of(launcher)

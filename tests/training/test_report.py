@@ -42,6 +42,8 @@ def test_a_sample_ends_with_the_positions_of_the_model(tiny_model):
     assert sample.startswith("def f") and len(sample) <= 24
     sample = generate_sample(tiny_model(max_position_embeddings=4, **options), tokenizer, "def f")
     assert sample.startswith("def") and len(sample) <= 4
+    sample = generate_sample(tiny_model(max_position_embeddings=256, **options), tokenizer, "def f")
+    assert len(sample) <= 5 + 100  # one character for each token, or less
 
 
 def test_report_holds_recipe_results_model_and_plots(tiny_config, tmp_path):

@@ -79,10 +79,6 @@ def train(capsys):
     return run
 
 
-def start(*arguments):
-    return fresh.Program("-m", "lsgpt_cli", "train", *arguments)
-
-
 def logged(folder):
     """What was logged, without times."""
     names = ("step", "loss", "grad_norm", "learning_rate", "epoch", "max_logit", "eval_loss", "eval_perplexity")
@@ -95,17 +91,32 @@ def assert_equal_weights(first, second):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+KILLED = """
+import os, sys
+import lsgpt_cli
+from lsgpt.training import callbacks
+
+append_line = callbacks.append_line
+
+def append_or_die(path, values):
+    if values["step"] == 9:
+        os._exit(9)
+    append_line(path, values)
+
+callbacks.append_line = append_or_die
+lsgpt_cli.main(["train", *sys.argv[1:]])
+"""
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_been(train, recipe, tmp_path):
     """Killed without warning: losses, logits and weights are those of a run that was left alone, to the bit."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = train(recipe(), "--output_dir", whole)
     assert "perplexity" in output
 
-    program = start(recipe(), "--output_dir", killed)
-    program.wait_until((killed / "checkpoint-8" / "trainer_state.json").exists)
-    program.process.kill()
-    program.wait()
-    assert not (killed / "results.json").exists()
+    program = fresh.Program("-c", KILLED, recipe(), "--output_dir", killed)
+    assert program.wait() == 9, program.errors
+    assert (killed / "checkpoint-8").exists() and not (killed / "results.json").exists()
     # What a kill in the middle of saving leaves.
     (killed / "checkpoint-9999").mkdir()
     (killed / "checkpoint-9999" / "trainer_state.json").write_text('{"global_')

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from collections import defaultdict
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     configuration_utils,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsgpt.modeling_lsgpt import CACHE
@@ -168,3 +170,10 @@ def test_layers_that_can_checkpoint_with_a_cache_keep_it():
     assert layer(1.0, **{CACHE: "a cache"}) == 1.0
     layer._can_checkpoint_with_cache = True
     assert layer(1.0, **{CACHE: "a cache"}) == 2.0
+
+
+def test_the_window_of_flash_attention_counts_a_query_s_own_key():
+    """`sliding_window` is W, as here; FlashAttention's own argument counts the keys on each side."""
+    supported = defaultdict(bool, window_size=True)
+    arguments = {"query_length": 20, "key_length": 20, "is_causal": True, "supports_mapping": supported}
+    assert _process_flash_attention_kwargs(sliding_window=8, **arguments)["window_size"] == (7, 7)
