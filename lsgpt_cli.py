@@ -47,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     if argv[0] == "train":
         # Its options are the fields of the training arguments, which have their own parser.
-        return _train(argv[1:])
+        try:
+            return _train(argv[1:])
+        except KeyboardInterrupt:  # while modules are imported
+            return 130
     try:
         if argv[0] not in COMMANDS and not argv[0].startswith("-"):
             near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
@@ -460,7 +463,9 @@ def _check_positions(config, prompt_length: int, max_new_tokens: int):
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or prompt_length + max_new_tokens <= positions:
         return
-    if getattr(config, "position_embedding_type", None) == "learned":
+    from lsgpt.utilities import has_learned_positions
+
+    if has_learned_positions(config):
         raise ValueError(
             f"`--max-new-tokens` must be at most {max(positions - prompt_length, 0)}, because the model has "
             f"{positions} learned positions and the prompt takes {prompt_length}; got {max_new_tokens}"

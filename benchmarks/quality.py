@@ -34,7 +34,7 @@ from lsgpt.conversion.retrieval import read
 from lsgpt.modeling_lsgpt import CACHE
 from lsgpt.training.callbacks import append_line, read_metrics
 from lsgpt.training.data import load_documents
-from lsgpt.utilities import load_complete, table
+from lsgpt.utilities import has_learned_positions, load_complete, table
 
 from .record import OUTPUT, at_least, begin_result, result_file, write_result
 
@@ -65,8 +65,7 @@ def check_positions(name: str, length: int):
     if name.endswith(".gguf"):
         return
     config = AutoConfig.from_pretrained(name)
-    is_learned = config.model_type == "gpt2" or getattr(config, "position_embedding_type", None) == "learned"
-    if is_learned and length > config.max_position_embeddings:
+    if has_learned_positions(config) and length > config.max_position_embeddings:
         raise ValueError(
             f"`--block_sizes` and `--lengths` must be at most the {config.max_position_embeddings} positions of "
             f"{name!r}; got {length}"

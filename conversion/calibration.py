@@ -109,11 +109,11 @@ def calibrate(
         )
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
     pieces = [piece for block in blocks for piece in block.split(length)]
-    passages, questions = [], []
-    if has_room(tokenizer, length, window):
-        # The numbers and texts of the choice differ from those of the evaluation.
+    try:  # the numbers and texts of the choice differ from those of the evaluation.
         passages = make_passages(tokenizer, torch.cat(blocks), length, len(blocks), window, seed=0)
         questions = make_passages(tokenizer, torch.cat(held_out), length, 2 * len(held_out), window, seed=1)
+    except ValueError:  # there is no room for a number outside the window
+        passages, questions = [], []
 
     begin = time.perf_counter()
     perplexity(model, pieces[:1])
@@ -216,15 +216,6 @@ def read_blocks(
             f"the evaluation; {text!r} is shorter"
         )
     return blocks, held_out
-
-
-def has_room(tokenizer: PreTrainedTokenizerBase, length: int, window: int) -> bool:
-    """Whether passages of `length` tokens can hide a number outside a window."""
-    try:
-        make_passages(tokenizer, torch.zeros(length, dtype=torch.long), length, 1, window)
-    except ValueError:
-        return False
-    return True
 
 
 def perplexity(model: PreTrainedModel, blocks: Iterable[torch.Tensor], description: str = "Perplexity") -> float:

@@ -57,20 +57,19 @@ def convert_config(source: PreTrainedConfig, tensors: Collection[str] = ()) -> L
         if not condition:
             raise ValueError(f"`{field}` of a {kind} model to convert must be {rule}; got {value!r}")
 
-    activation = getattr(source, "hidden_activation", None) or source.hidden_act
+    def known(field: str):
+        """A field's value; None if the model does not know the field: it ignores it, and so do we."""
+        return getattr(source, field, None) if hasattr(type(source), field) else None
+
+    activation = known("hidden_activation") or source.hidden_act
     require(activation in ACT2FN, "hidden_act", "an activation that Transformers knows", activation)
     bidirectional = getattr(source, "use_bidirectional_attention", None)
     require(not bidirectional, "use_bidirectional_attention", "unset: LSGPT is causal", bidirectional)
     is_causal = getattr(source, "is_causal", True)
     require(is_causal is not False, "is_causal", "unset: LSGPT is causal", is_causal)
 
-    # A file may have values of fields that the model does not know, and ignores.
-    layer_types, window = (
-        getattr(source, name, None) if hasattr(type(source), name) else None
-        for name in ("layer_types", "sliding_window")
-    )
-    layers = source.num_hidden_layers
-    layer_types = layer_types or [LOCAL if window else GLOBAL] * layers
+    layers, window = source.num_hidden_layers, known("sliding_window")
+    layer_types = known("layer_types") or [LOCAL if window else GLOBAL] * layers
     require(set(layer_types) <= {GLOBAL, LOCAL}, "layer_types", f"{GLOBAL} or {LOCAL} in each layer", layer_types)
     ropes = source.rope_parameters or {}
     if LOCAL in ropes and (len(set(layer_types)) == 1 or ropes[LOCAL] == ropes[GLOBAL]):
@@ -107,9 +106,9 @@ def convert_config(source: PreTrainedConfig, tensors: Collection[str] = ()) -> L
         qk_norm=_QK_NORMS.get(kind, False),
         # Gemma 3 has this field, too, but does not use it.
         attn_logit_softcapping=source.attn_logit_softcapping if kind == "gemma2" else None,
-        final_logit_softcapping=getattr(source, "final_logit_softcapping", None),
+        final_logit_softcapping=known("final_logit_softcapping"),
         attention_dropout=source.attention_dropout or 0.0,
-        resid_dropout=getattr(source, "resid_pdrop", 0.0),
+        resid_dropout=known("resid_pdrop") or 0.0,
         layer_norm_eps=source.rms_norm_eps,
         initializer_range=source.initializer_range,
         tie_word_embeddings=source.tie_word_embeddings,

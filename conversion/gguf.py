@@ -44,8 +44,8 @@ def load_gguf(path: str | Path) -> PreTrainedModel:
         ValueError: If this is not a GGUF file, or its architecture, settings or tensors cannot be converted.
         ImportError: If the package `gguf` is not installed.
     """
-    metadata, tensors = read_gguf(path)
-    _check(metadata, tensors)
+    check_source(path)
+    metadata, _ = read_gguf(path)
     try:
         config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     except (ValueError, IndexError) as error:
@@ -81,7 +81,9 @@ def read_gguf_origin(path: str | Path) -> dict[str, str]:
     return origin
 
 
-def _check(metadata: dict, tensors: tuple[str, ...]):
+def check_source(path: str | Path):
+    """Raises `ValueError` or `ImportError` as `load_gguf` does, before anything is loaded."""
+    metadata, tensors = read_gguf(path)
     architecture = metadata["general.architecture"]
     if architecture not in _TENSORS:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Converts pretrained models of Transformers to LSGPT, along with their tokenizer, license and origin."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from lsgpt.modeling_lsgpt import LSGPTForCausalLM
 from lsgpt.utilities import load_complete
 
 from .decoders import NORM_TYPES, convert_config, convert_decoder
-from .gguf import load_gguf, load_gguf_tokenizer, read_gguf_origin
+from .gguf import check_source, load_gguf, load_gguf_tokenizer, read_gguf_origin
 from .gpt2 import check_gpt2, convert_gpt2
 
 
@@ -78,6 +79,8 @@ def load_config(source: str | Path) -> PreTrainedConfig:
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except OSError as error:
+        if Path(source).is_dir():
+            raise ValueError(f"the configuration of {str(source)!r} cannot be read: {error}") from error
         raise ValueError(
             f"there is no folder {str(source)!r} here, and no model of that name could be read from the Hub: {error}"
         ) from error
@@ -132,8 +135,11 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     Loads the tokenizer of a source, with its chat template; returns None if there is no tokenizer.
 
     Raises:
-        ValueError: If the tokenizer cannot be loaded.
+        ValueError: If the tokenizer cannot be loaded, or as `load_pretrained` for a GGUF file.
+        ImportError: If it is a GGUF file and the package `gguf` is not installed.
     """
+    if _is_gguf(source):
+        check_source(source)  # whose errors are not those of a tokenizer
     try:
         if _is_gguf(source):
             return load_gguf_tokenizer(source)
@@ -193,7 +199,7 @@ def write_origin(source: str | Path, folder: str | Path, origin: dict):
     Writes what `read_origin` found into the metadata of a README.md, and copies the source's LICENSE, or the file that
     its metadata names. What lies beside a GGUF file need not belong to it, so that a LICENSE is copied only if named.
     """
-    name = source if origin.get("base_model") == str(source) else Path(source).name
+    name = source if origin.get("base_model") == str(source) else os.path.basename(os.path.abspath(source))
     text = f"Converted from `{name}` by `lsgpt convert`. `lsgpt publish` takes the license and origin from this file."
     ModelCard(f"---\n{ModelCardData(**origin).to_yaml()}\n---\n\n{text}\n").save(Path(folder) / "README.md")
     link = origin.get("license_link")

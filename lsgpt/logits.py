@@ -44,6 +44,7 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
     rows = max(1, min(rows, q_length, LOCAL_ROWS if reach < kv_length else q_length))
     batch = torch.arange(batch_size, device=query.device)[:, None, None]
     result = torch.zeros(num_kv_heads, num_heads // num_kv_heads, device=query.device)
+    additive = v.dense()[:, :, None] if v.mask is not None and v.mask.dtype != torch.bool else None
     for start in range(0, q_length, rows):
         stop = min(start + rows, q_length)
         begin, end = 0, kv_length
@@ -53,8 +54,8 @@ def max_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, visibilit
         with torch.autocast(query.device.type, enabled=False):  # autocast would multiply in half precision
             logits = q @ k.transpose(-1, -2) * scaling
         positions = v.query_positions[start:stop, None]
-        if v.mask is not None and v.mask.dtype != torch.bool:
-            mask = v.dense()[:, :, None, start:stop]
+        if additive is not None:
+            mask = additive[:, :, :, start:stop]
             visible = ((logits + mask).softmax(-1) > 0) & (mask > HIDDEN)
         else:
             visible = v.sees(batch, 0, positions, v.key_positions[begin:end])

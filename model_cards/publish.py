@@ -6,14 +6,13 @@ import re
 import shutil
 from pathlib import Path
 
-import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lsgpt.configuration import load_config
+from lsgpt.configuration import load_config, load_recipe
 from lsgpt.training.folders import free_folder
 from lsgpt.utilities import fits_vocabulary, load_complete, load_tokenizer, refuse_not_finite
 
@@ -145,7 +144,7 @@ def _check_loading(folder: Path):
 
 
 def _check_secrets(recipe: Path):
-    if recipe.is_file() and (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}).get("hub_token"):
+    if recipe.is_file() and load_recipe(recipe).get("hub_token"):
         raise ValueError(f"{recipe} must not hold `hub_token`, which everyone could read; remove the line")
 
 

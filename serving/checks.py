@@ -7,6 +7,9 @@ from lsgpt.modeling_lsgpt.configuration_lsgpt import FULL_WINDOW, GLOBAL, LOCAL,
 from lsgpt.utilities import SERVED_VALUES, VLLM_ROPE_TYPES, has_sinks, runs_on_vllm
 
 
+ORIGINAL_POSITIONS = "original_max_position_embeddings"
+
+
 class LSGPTServingChecks(VerifyAndUpdateConfig):
     """vLLM calls this once, in the process that the user started."""
 
@@ -41,6 +44,12 @@ class LSGPTServingChecks(VerifyAndUpdateConfig):
                 f"to be served with vLLM; got {config.rope_parameters.get('rope_type', config.rope_parameters)!r}"
             )
         length = vllm_config.model_config.max_model_len
+        rope = config.rope_parameters or {}
+        if rope.get("rope_type") == "yarn" and length > (end := int(rope[ORIGINAL_POSITIONS] * rope["factor"])):
+            raise ValueError(
+                f"`max_model_len` must be at most {end}, the positions that vLLM computes with these "
+                f"`rope_parameters` (`{ORIGINAL_POSITIONS}` times `factor`); got {length}"
+            )
         if config.position_embedding_type == "learned" and length > config.max_position_embeddings:
             raise ValueError(
                 f"`max_model_len` must be at most {config.max_position_embeddings}, the number of learned positions "

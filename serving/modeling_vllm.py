@@ -96,9 +96,10 @@ class LSGPTAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else None
         self.rotary_emb = None
         if config.position_embedding_type == "rope":
-            self.rotary_emb = get_rope(
-                self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters
-            )
+            rope = dict(config.rope_parameters)
+            if rope.get("factor") is not None:
+                rope["factor"] = float(rope["factor"])  # vLLM takes a whole number for a list
+            self.rotary_emb = get_rope(self.head_dim, config.max_position_embeddings, rope_parameters=rope)
 
         num_heads_by_kind = config.num_heads_by_kind[layer_idx]
         self.sinks = None

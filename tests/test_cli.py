@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
 
 import lsgpt
 import lsgpt_cli
@@ -168,6 +168,16 @@ def test_generate_takes_the_last_position(trained, capsys):
     folder = str(trained[0] / "runs" / "demo")
     assert lsgpt_cli.main(["generate", folder, "def ", "--greedy", "--max_new_tokens", "62"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+
+
+def test_generate_past_the_positions_of_gpt2(trained, tmp_path, capsys):
+    """Which cannot read more, and would raise an error in the middle of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(trained[0] / "runs" / "demo")
+    tokenizer.save_pretrained(tmp_path)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert lsgpt_cli.main(["generate", str(tmp_path), "import", "--max-new-tokens", "20"]) == 2
+    assert "because the model has 16 learned positions" in capsys.readouterr().err
 
 
 def test_generate_past_the_positions_of_a_rotary_model(trained, tmp_path, capfd):
@@ -505,6 +515,8 @@ def test_an_interrupt_is_no_traceback(tmp_path, monkeypatch, capsys):
     assert lsgpt_cli.main(["generate", "runs/demo", "def"]) == 130
     assert capsys.readouterr().err == "\nInterrupted\n"
     assert lsgpt_cli.main(["train", "--dataset_name", "notes.txt"]) == 130
+    monkeypatch.setattr("lsgpt.training.arguments.parse_arguments", interrupt)
+    assert lsgpt_cli.main(["train"]) == 130
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ class AveragedWeightsCallback(TrainerCallback):
                 weight.copy_(self.averages[name])
             yield
         finally:
-            for name, weight in _trained_weights(model).items():
+            for name, weight in _trained_weights(model, raw).items():
                 weight.copy_(raw[name])
 
     def save_pretrained(self, model: nn.Module, folder: str | Path, processing_class: Any = None):
@@ -385,16 +385,20 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
-def _trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns every trained parameter once, by name; with FSDP2, the part of it that this process holds."""
+def _trained_weights(model: nn.Module, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """
+    Returns every trained parameter, or those of these names, once, by name; with FSDP2, the part of it that this
+    process holds.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # An evaluation leaves the last layers unsharded, and the next step would not gather them again.
             module.reshard()
+    parameters = {name_without_wrappers(name): parameter for name, parameter in model.named_parameters()}
     return {
-        name_without_wrappers(name): local_part(parameter.detach())
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        name: local_part(parameter.detach())
+        for name, parameter in parameters.items()
+        if (parameter.requires_grad if names is None else name in names)
     }
 
 

@@ -255,6 +255,7 @@ class StopOnBadLossCallback(StoppingCallback):
             return
         self.bad_step = state.global_step + 1
         state.prevented_step = self.bad_step
+        state.log_history.append({"step": self.bad_step, "bad_step": self.bad_step})  # for `check_stream`
         for parameter in model.parameters():
             parameter.grad = None  # optimizers skip parameters without a gradient
         self.stop(args, state, control)

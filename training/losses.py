@@ -123,8 +123,7 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
         for chunk in zip(logits.flatten(0, -2).split(CHUNK_SIZE), labels.split(CHUNK_SIZE)):
             # Recomputed in the backward pass, because what cross-entropy saves for it is as large as the logits.
             total = total + checkpoint(sum_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-        if num_items_in_batch is None:
-            num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)
-        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+        count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
     return compute_loss

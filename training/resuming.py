@@ -100,7 +100,8 @@ def check_stream(checkpoint: str | Path, arguments: Arguments):
     rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # as it was found
     blocks = rows * args.gradient_accumulation_steps * (args.world_size // processes_per_row(args))
     tokens, seen = blocks * arguments.data.block_size, state.num_input_tokens_seen
-    # A step that was not taken, because its loss was bad, does not count in `seen`.
-    if seen and state.global_step * tokens - seen not in (0, tokens):
+    # Steps that were not taken, because their loss was bad, do not count in `seen`.
+    num_bad = max(sum("bad_step" in log for log in state.log_history), 1)
+    if seen and state.global_step * tokens - seen not in (0, num_bad * tokens):
         before = f"{seen:,} in {state.global_step:,} steps"
         raise ValueError(f"a step must have as many tokens as before ({before}); got {tokens:,}. {rest}")

@@ -70,6 +70,13 @@ class SoftGRPOConfig(GRPOConfig):
         check_sampling(**self.sampling)
         if self.noise_factor == 0:
             raise ValueError("`noise_factor` must be positive: without noise, soft steps have no density; got 0")
+        if self.max_completion_length is None:
+            raise ValueError("`max_completion_length` must be set, because it limits a rollout; got None")
+        if (self.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "`use_reentrant` of `gradient_checkpointing_kwargs` must be false: inputs of soft thinking have no "
+                "gradients, so that no block would be trained; got True"
+            )
         required = {"use_vllm": False, "use_transformers_continuous_batching": False, "use_transformers_paged": False}
         required |= {"cache_implementation": None, "generation_kwargs": None, "min_p": None, "repetition_penalty": 1.0}
         for name, default in required.items():

@@ -1,7 +1,7 @@
 """Published remedies against exploding logits and loss spikes that are neither configuration nor part of the loss."""
 
 import functools
-import inspect
+from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -17,6 +17,10 @@ from lsgpt.modeling_lsgpt import (
 
 
 IN_FLOAT32 = "_in_float32"
+
+
+ADAGC_SETTINGS = {"beta", "lambda_abs", "lambda_rel", "warmup_steps"}
+"""The settings of AdaGC that `optim_args` may have. Others have fields of their own, such as `learning_rate`."""
 
 
 def attend_in_float32(model: nn.Module):
@@ -52,12 +56,13 @@ def adagc_optimizer(args: TrainingArguments) -> tuple[type, dict]:
     """
     AdamW with adaptive gradient clipping (AdaGC, arXiv:2502.11034), for
     `Trainer(optimizer_cls_and_kwargs=adagc_optimizer(args))`. It scales the gradient of each tensor down to
-    `lambda_rel` times the running mean of its norm. Settings are those of `args` and its `optim_args`, or else AdaGC's
-    defaults (`lambda_rel` 1.05, `lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
+    `lambda_rel` times the running mean of its norm; during the first `warmup_steps`, it clips the global norm at
+    `lambda_abs`. Settings are those of `args` and its `optim_args`, which may have the four of `ADAGC_SETTINGS`, or
+    else AdaGC's defaults (`lambda_rel` 1.05, `lambda_abs` 1.0, `beta` 0.98, `warmup_steps` 100).
 
     Raises:
-        ValueError: If `args.max_grad_norm` is not 0, because AdaGC replaces clipping by the global norm; or with FSDP
-            or DeepSpeed, because it needs the gradients of whole tensors; or if `optim_args` are not AdaGC's.
+        ValueError: If `args.max_grad_norm` is not 0, because AdaGC clips gradients itself; or with FSDP or DeepSpeed,
+            because it needs the gradients of whole tensors; or if `optim_args` or other settings are invalid.
         ImportError: If the package `pytorch_optimizer` is not installed.
     """
     if args.max_grad_norm != 0:
@@ -71,12 +76,17 @@ def adagc_optimizer(args: TrainingArguments) -> tuple[type, dict]:
         from pytorch_optimizer import AdaGC  # noqa: PLC0415 (optional)
     except ImportError as error:
         raise ImportError("AdaGC needs the package pytorch_optimizer: pip install pytorch_optimizer") from error
-    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    kwargs: dict[str, Any] = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
     pairs = [item.split("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item]
     try:
-        given = {name: float(value) for name, value in pairs}
-        if unknown := given.keys() - inspect.signature(AdaGC).parameters.keys():
+        given: dict[str, Any] = {name: float(value) for name, value in pairs}
+        if unknown := given.keys() - ADAGC_SETTINGS:
             raise ValueError(f"no setting is called {min(unknown)!r}")  # AdaGC ignores what it does not know
+        AdaGC([nn.Parameter(torch.zeros(1))], **kwargs, **given)  # has errors of its own
     except ValueError as error:
         raise ValueError(
             "`optim_args` must be settings of AdaGC, as in 'lambda_abs=2.0,beta=0.98', with `optim: adagc`; got "

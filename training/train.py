@@ -149,12 +149,14 @@ def build_trainer(arguments: Arguments, save_card: Callable[..., Any] | None = N
         optimizer_cls_and_kwargs=optimizer,
         z_loss=arguments.run.z_loss,
         teacher=teacher,
-        adapters=adapters,
         sink_learning_rate=arguments.model.sink_learning_rate,
         save_card=save_card,
     )
-    if optimizer is None:  # `Trainer` says only when it trains that a package or setting is missing
+    # `Trainer` says only when it trains that a package or setting is missing. (Asking it for a layerwise optimizer
+    # would already make the backward pass take steps.)
+    if optimizer is None and not args.optim.endswith("layerwise"):
         trainer.get_optimizer_cls_and_kwargs(args, model)
+    trainer.adapters = adapters
     if (averaging := arguments.run.averaging) is not None:
         max_steps = args.max_steps
         if max_steps == -1:  # only now known how many steps the epochs have
@@ -338,6 +340,8 @@ def train(trainer: LSGPTTrainer, arguments: Arguments) -> RunResult | None:
             command = shlex.join(["lsgpt", "train", "--resume_from_checkpoint", str(folder)])
             print(f"Saved step {trainer.state.global_step}. Resume with: {command}")
         return None
+    if hasattr(trainer.optimizer, "eval"):  # evaluations do so, too: the averages of a schedule-free optimizer
+        trainer.optimizer.eval()
     if trainer.adapters is not None:
         trainer.adapters.merge_and_unload()
     # Save the weights first, so that no later failure can lose them.

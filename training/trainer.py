@@ -34,7 +34,6 @@ class LSGPTTrainer(Trainer):
         *args,
         z_loss: float = 0.0,
         teacher: PreTrainedModel | None = None,
-        adapters: Any = None,
         sink_learning_rate: float | None = None,
         save_card: Callable[..., Any] | None = None,
         **kwargs,
@@ -45,7 +44,6 @@ class LSGPTTrainer(Trainer):
             teacher: A model with the same vocabulary. The training loss is then the Kullback-Leibler divergence of its
                 next-token distributions instead of the cross-entropy. It is moved to the device of the training and
                 put in evaluation mode.
-            adapters: The adapters inside the model, see `choose_trainable`.
             sink_learning_rate: Learning rate of the `sink_parameters`, if the model has any.
             save_card: Writes the model card, given the folder, the repository and the license:
                 `lsgpt.model_cards.save_card`, which imports this package. Without it, Transformers writes the card.
@@ -55,7 +53,9 @@ class LSGPTTrainer(Trainer):
                 `z_loss`, a `teacher` or context parallelism if the model is not an LSGPT language model, which
                 computes these losses.
         """
-        self.z_loss, self.teacher, self.adapters = z_loss, teacher, adapters
+        self.z_loss, self.teacher = z_loss, teacher
+        self.adapters: Any = None
+        """What `choose_trainable` has put into the model; `train` merges them at the end."""
         self.sink_learning_rate, self.save_card = sink_learning_rate, save_card
         super().__init__(*args, **kwargs)
         # By name, because code loaded from a checkpoint defines its own class; adapters may be around it.
@@ -82,6 +82,10 @@ class LSGPTTrainer(Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AveragedWeightsCallback):
                 callback.attach(self)
+        if self.compute_loss_func is not None and self.label_smoother is not None:
+            raise ValueError(
+                "`label_smoothing_factor` must be 0 with a `compute_loss_func`, which gets the labels as they are"
+            )
         if teacher is not None and self.label_smoother is not None:
             raise ValueError("`label_smoothing_factor` must be 0 with a `teacher`, which leaves no labels to smooth")
         if teacher is not None:
@@ -221,6 +225,11 @@ class LSGPTTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if is_new and self.sink_learning_rate is not None:
             chosen = {id(parameter) for parameter in sink_parameters(self.model if model is None else model)}
+            if chosen and (self.args.optim.endswith("layerwise") or self.args.optim in ("lomo", "adalomo")):
+                raise ValueError(
+                    f"`sink_learning_rate` must be unset with `optim: {self.args.optim.value}`, which has one rate "
+                    f"for all weights; got {self.sink_learning_rate}"
+                )
             for group in list(optimizer.param_groups):
                 moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
                 if moved:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import logging
 
@@ -21,6 +28,7 @@ UNREAD_GGUF_SETTINGS = {
     "attention.scale": (None, 0.0),
     "attention.sliding_window": (None, 0),
     "expert_count": (None, 0),
+    "rope.scale_linear": (None, 0.0, 1.0),  # of older files
     "rope.scaling.factor": (None, 0.0, 1.0),
     "rope.scaling.type": (None, "none"),
 }
@@ -33,7 +41,12 @@ GGUF_SETTINGS_OF: dict[str, dict[str, tuple | None]] = {
         "attn_logit_softcapping": (None, 50.0),
         "final_logit_softcapping": (None, 30.0),
     },
-    "gemma3": {"attention.key_length": (256,), "attention.sliding_window": None, "final_logit_softcapping": (None,)},
+    "gemma3": {
+        "attention.key_length": (256,),
+        "attention.sliding_window": None,
+        "final_logit_softcapping": (None,),
+        "rope.freq_base_swa": (None, 10_000.0),
+    },
 }
 """
 Entries that replace or extend `UNREAD_GGUF_SETTINGS` for an architecture; `None` accepts every value, because
@@ -118,8 +131,14 @@ def load_tokenizer(name: str | Path, **options) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # `tokenizers` raises nothing more specific
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
+
+
+def has_learned_positions(config: PreTrainedConfig) -> bool:
+    """Whether a model cannot read a text that is longer than its `max_position_embeddings`."""
+    has_option = getattr(config, "position_embedding_type", None) == "learned"
+    return has_option or config.model_type in ("gpt2", "gpt_bigcode", "gpt_neo", "opt")
 
 
 def fits_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:

@@ -80,6 +80,7 @@ def test_a_license_of_something_else_beside_a_gguf_file(tmp_path):
         ({"llama__rope__scaling__type": "yarn"}, (), "`llama.rope.scaling.type` .* must be unset.* got 'yarn'"),
         ({"llama__attention__causal": False}, (), "`llama.attention.causal`.*got 0"),
         ({"llama__expert_count": 8}, (), "`llama.expert_count`.*got 8"),
+        ({"llama__rope__scale_linear": 4}, (), "`llama.rope.scale_linear` .* must be unset.* got 4"),
         ({"llama__attention__sliding_window": 32}, (), "`llama.attention.sliding_window`.*got 32"),
         ({}, ("rope_freqs.weight",), "must not have `rope_freqs.weight`, the rope scaling of Llama 3.1"),
         ({}, ("blk.0.attn_q.bias",), "unknown: blk.0.attn_q.bias"),
@@ -89,6 +90,18 @@ def test_refused_gguf(metadata, tensors, message, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", make_source(), tensors=tensors, **metadata)
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path / "tiny.gguf")
+    with pytest.raises(ValueError, match=message) as error:
+        convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert "the tokenizer of" not in str(error.value)
+
+
+def test_what_cannot_be_read_is_not_a_tokenizer(tmp_path, monkeypatch):
+    (tmp_path / "text.gguf").write_text("this is not a GGUF file")
+    with pytest.raises(ValueError, match=r"^the GGUF file .* cannot be read"):
+        convert(tmp_path / "text.gguf", tmp_path / "out")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs the package `gguf`"):
+        convert(tmp_path / "text.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3TextConfig])
@@ -110,6 +123,12 @@ def test_gguf_of_gemma(config_class, tmp_path):
             {"head_dim": 256},
             {"gemma3__rope__scaling__type": "linear"},
             "`gemma3.rope.scaling.type` of a GGUF file must be unset, because Transformers does not read it",
+        ),
+        (
+            Gemma3TextConfig,
+            {"head_dim": 256},
+            {"gemma3__rope__freq_base_swa": 5000},
+            "`gemma3.rope.freq_base_swa` of a GGUF file must be unset",
         ),
         (
             Gemma2Config,

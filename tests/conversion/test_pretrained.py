@@ -345,8 +345,10 @@ def test_harmless_windows(config_class, values, num_global_heads):
 
 
 def test_fields_that_the_model_does_not_have_are_ignored():
-    source = make_source(sliding_window=8, layer_types=["sliding_attention"] * 2)
-    assert relative_error(convert_pretrained(source), source, torch.randint(97, (2, 60))) <= 1e-5
+    unknown = {"final_logit_softcapping": 0.01, "hidden_activation": "relu", "resid_pdrop": 0.5}
+    source = make_source(sliding_window=8, layer_types=["sliding_attention"] * 2, **unknown)
+    model = convert_pretrained(source)
+    assert relative_error(model, source, torch.randint(97, (2, 60))) <= 1e-5 and model.config.resid_dropout == 0
 
 
 def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
@@ -393,6 +395,12 @@ def test_language_model_of_gemma_3_with_images(tmp_path):
 def change_config(folder, **fields):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def test_a_configuration_that_is_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"the configuration of .* cannot be read: .*not a valid JSON"):
+        convert(tmp_path, tmp_path / "out")
 
 
 def test_refused_weights(tmp_path):
@@ -583,6 +591,14 @@ def test_files_that_show_that_there_is_a_tokenizer(name, tmp_path, monkeypatch):
     assert pretrained.load_tokenizer(tmp_path) is None
     (tmp_path / name).write_text("{}")
     assert pretrained.load_tokenizer(tmp_path) == "the tokenizer"
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    make_source().save_pretrained(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    convert(".", tmp_path / "out")
+    assert "Converted from `mine` by" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
 
 def test_broken_tokenizer_is_no_absent_one(llama, tmp_path):

@@ -58,6 +58,14 @@ def test_blocks_that_the_plugin_lacks(tiny_model, tmp_path, start_engine, values
         pass
 
 
+def test_positions_that_vllm_lacks(tiny_model, tmp_path, start_engine):
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    tiny_model(head_dim=32, position_embedding_type="rope", rope_parameters=rope).save_pretrained(tmp_path)
+    message = "`max_model_len` must be at most 128, the positions that vLLM computes with these .* got 256"
+    with pytest.raises(ValueError, match=message), start_engine(tmp_path):
+        pass
+
+
 def test_learned_positions_end(tiny_model, tmp_path, start_engine, monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     tiny_model(head_dim=32).save_pretrained(tmp_path)

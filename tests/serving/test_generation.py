@@ -13,7 +13,7 @@ POSITIONS = ["learned", "sinusoidal", "rope", "none"]
 BIASES = [False, True, ["qkv_proj"], ["o_proj"], ["qkv_proj", "o_proj"], ["mlp"]]
 ROPE = [
     {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 2},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     {
         "rope_type": "llama3",
@@ -120,6 +120,18 @@ def test_random_configurations_cover_the_model():
     assert all(min(c) < config.num_attention_heads for c, config in zip(counts, configs))
     others = [random_config(seed) for seed in WITHOUT_SINKS]
     assert any(min(c.num_global_heads_per_layer) == c.num_attention_heads for c in others)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_half_precision(position, tiny_config, tmp_path, start_engine, continue_prompts):
+    """Every kind of positions, also those that are computed in float32."""
+    model = save_model(tiny_config(head_dim=32, attention_sinks=True, position_embedding_type=position), tmp_path)
+    (prompt,) = random_prompts(model.config, [60])
+    with start_engine(tmp_path, dtype="bfloat16") as llm:
+        (output,) = continue_prompts(llm, [prompt], max_tokens=1)
+    (logprob,) = output.outputs[0].logprobs[0].values()
+    expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert logprob.logprob == pytest.approx(expected[output.outputs[0].token_ids[0]].item(), abs=0.1)
 
 
 def test_prefix_caching(tiny_config, tmp_path, start_engine, continue_prompts, assert_equal_greedy):

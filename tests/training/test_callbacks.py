@@ -364,6 +364,7 @@ def test_a_training_after_one_that_was_stopped(tiny_model, tmp_path):
     weight.fill_(math.nan)
     trainer.train()
     assert guard.bad_step == 1 and guard.is_stopping
+    assert [log["bad_step"] for log in trainer.state.log_history if "bad_step" in log] == [1]
     weight.copy_(good)
     trainer.train()
     assert guard.bad_step is None and not guard.is_stopping

@@ -174,6 +174,12 @@ def test_tokenizer_from_a_folder(tokenizer, tmp_path, offline):
         load_tokenizer(str(tmp_path / "folder"), vocab_size=499)
     with pytest.raises(ValueError, match=r"(?s)the tokenizer 'unigrm' cannot be loaded.*did you mean 'unigram'"):
         load_tokenizer("unigrm", vocab_size=500)
+    (tmp_path / "broken").mkdir()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
+    (tmp_path / "broken" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"the tokenizer .*broken' cannot be loaded"):
+        load_tokenizer(str(tmp_path / "broken"), vocab_size=500)
     tokenizer_config = tmp_path / "folder" / "tokenizer_config.json"
     values = json.loads(tokenizer_config.read_text())
     tokenizer_config.write_text(json.dumps({name: v for name, v in values.items() if name != "eos_token"}))

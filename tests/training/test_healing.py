@@ -25,6 +25,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
 )
 
@@ -426,6 +427,16 @@ def test_light_trains_vectors_only(tmp_path, capsys):
 def test_sinks_may_have_a_learning_rate_of_0(tmp_path):
     optimizer = build_trainer(arguments_of(sink_learning_rate=0, output_dir=tmp_path)).create_optimizer()
     assert [group["lr"] for group in optimizer.param_groups for _ in group["params"]].count(0) == 4
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "lomo"])
+def test_a_learning_rate_of_sinks_needs_an_optimizer_with_groups(tiny_model, tmp_path, monkeypatch, optim):
+    """Without the optional packages: what the optimizer is does not matter."""
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: (torch.optim.SGD, {})))
+    args = TrainingArguments(str(tmp_path), report_to="none", optim=optim)
+    trainer = LSGPTTrainer(tiny_model(attention_sinks=True), args, sink_learning_rate=0.5)
+    with pytest.raises(ValueError, match=f"`sink_learning_rate` must be unset with `optim: {optim}`.*; got 0.5"):
+        trainer.create_optimizer()
 
 
 def test_a_learning_rate_of_sinks_needs_an_optimizer_of_the_trainer(tiny_model, tmp_path):

@@ -319,6 +319,13 @@ def test_options_of_other_generations_are_refused(options, tmp_path):
         SoftGRPOConfig(str(tmp_path), **options)
 
 
+def test_options_that_would_fail_or_train_nothing_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`max_completion_length` must be set"):
+        SoftGRPOConfig(str(tmp_path), max_completion_length=None)
+    with pytest.raises(ValueError, match="`use_reentrant` of `gradient_checkpointing_kwargs` must be false"):
+        SoftGRPOConfig(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
 def test_published_values_are_the_defaults(tmp_path):
     config = SoftGRPOConfig(str(tmp_path), use_cpu=True)
     assert (config.top_k, config.top_p, config.temperature) == (5, 0.95, 1.0)

@@ -79,6 +79,8 @@ def test_what_another_loss_would_ignore_is_refused(tiny_model, tmp_path):
             LSGPTTrainer(model, args, *[None] * 5, print, **{name: value})
     with pytest.raises(ValueError, match="`label_smoothing_factor` must be 0 with a `teacher`"):
         LSGPTTrainer(model, args, teacher=model)
+    with pytest.raises(ValueError, match="`label_smoothing_factor` must be 0 with a `compute_loss_func`"):
+        LSGPTTrainer(model, args, compute_loss_func=print)
 
 
 @pytest.mark.parametrize("kind", ["another model", "classifier"])
@@ -212,7 +214,9 @@ def test_adagc_takes_the_arguments_of_the_run(tmp_path):
     assert (settings["lambda_rel"], settings["warmup_steps"]) == (1.05, 100)  # as the docstring says
 
 
-@pytest.mark.parametrize("given", ["lambda_rel", "beta=high", "lambda=1.1", "beta=1=2"])
+@pytest.mark.parametrize(
+    "given", ["lambda_rel", "beta=high", "lambda=1.1", "beta=1=2", "beta=2", "maximize=1", "weight_decay=0.01"]
+)
 def test_what_adagc_cannot_take_is_named(tmp_path, given):
     args = TrainingArguments(tmp_path, use_cpu=True, optim_args=given, max_grad_norm=0)
     with pytest.raises(ValueError, match=f"`optim_args` must be settings of AdaGC, .*; got '{given}'"):

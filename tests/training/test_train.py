@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerState
 
 import lsgpt_cli
 from lsgpt.training import RunResult, build_trainer, count_bytes, parse_arguments
@@ -23,6 +23,7 @@ from lsgpt.training.callbacks import read_metrics
 from lsgpt.training.data import _is_held_out
 from lsgpt.training.folders import check_checkpoint
 from lsgpt.training.resuming import check_model, check_optimizer, check_stream
+from lsgpt.training.train import run
 from lsgpt.training.train import train as train_run
 
 
@@ -147,6 +148,43 @@ def test_a_run_that_has_taken_its_last_step_takes_no_other(train, recipe, tmp_pa
     assert "tokens per second" in (killed / "report.md").read_text(encoding="utf-8")
 
 
+class Halving(torch.optim.SGD):
+    """Trains other weights than it evaluates, as schedule-free optimizers do: here, twice as large ones."""
+
+    factor = 1
+
+    def train(self):
+        self._scale(2)
+
+    def eval(self):
+        self._scale(1)
+
+    @torch.no_grad()
+    def _scale(self, factor):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter *= factor / self.factor
+        self.factor = factor
+
+
+def test_the_weights_that_are_saved_are_those_that_are_evaluated(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: (Halving, {"lr": 1e-3})))
+    arguments = parse_arguments(recipe(eval_strategy="no"), ["--output_dir", str(tmp_path / "run"), "--max_steps=2"])
+    trainer = run(arguments)
+    assert trainer.optimizer.optimizer.factor == 1
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(weight, trainer.model.state_dict()[name]) for name, weight in saved.items())
+
+
+def test_layerwise_optimizers_are_made_once(recipe, tmp_path, monkeypatch):
+    """To make one attaches its steps to the backward pass."""
+    made = []
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: made.append(1)))
+    options = ["--output_dir", str(tmp_path / "run"), "--optim", "galore_adamw_layerwise"]
+    build_trainer(parse_arguments(recipe(optim_target_modules="all-linear"), options))
+    assert not made
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_where_it_was(train, recipe, tmp_path, workers):
     """Shuffled, with passes that end within steps: the weights are those of a run that was left alone, to the bit."""
@@ -263,20 +301,23 @@ def test_settings_that_the_optimizer_would_ignore_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("rows", "per_row", "steps_taken", "finds_batch_size", "outcome"),
+    ("rows", "per_row", "steps_taken", "num_bad", "finds_batch_size", "outcome"),
     [
-        (2, 2, 9, False, nullcontext()),
-        (2, 2, 8, False, nullcontext()),  # the loss of the last one was bad
-        (2, 2, 0, False, nullcontext()),  # a `Trainer` that does not count
-        (4, 2, 9, True, nullcontext()),  # the batch was halved
-        (2, 2, 7, False, pytest.raises(ValueError, match=r"\(1,344 in 9 steps\); got 192")),
-        (4, 2, 9, False, pytest.raises(ValueError, match="got 384")),
-        (2, 1, 9, False, pytest.raises(ValueError, match="got 384")),
+        (2, 2, 9, 0, False, nullcontext()),
+        (2, 2, 8, 0, False, nullcontext()),  # the loss of the last one was bad, which older checkpoints do not say
+        (2, 2, 8, 1, False, nullcontext()),
+        (2, 2, 7, 2, False, nullcontext()),
+        (2, 2, 0, 0, False, nullcontext()),  # a `Trainer` that does not count
+        (4, 2, 9, 0, True, nullcontext()),  # the batch was halved
+        (2, 2, 7, 0, False, pytest.raises(ValueError, match=r"\(1,344 in 9 steps\); got 192")),
+        (4, 2, 9, 0, False, pytest.raises(ValueError, match="got 384")),
+        (2, 1, 9, 0, False, pytest.raises(ValueError, match="got 384")),
     ],
 )
-def test_a_stream_goes_on_with_the_same_rows(tmp_path, rows, per_row, steps_taken, finds_batch_size, outcome):
+def test_a_stream_goes_on_with_the_same_rows(tmp_path, rows, per_row, steps_taken, num_bad, finds_batch_size, outcome):
     """Of 32 tokens, in batches of two, of which each step has three, with two processes for each row."""
     state = TrainerState(global_step=9, num_input_tokens_seen=steps_taken * 192, train_batch_size=2)
+    state.log_history += [{"step": 5 + i, "bad_step": 5 + i} for i in range(num_bad)]
     state.save_to_json(str(tmp_path / "trainer_state.json"))
     args = SimpleNamespace(gradient_accumulation_steps=3, dataloader_num_workers=0, world_size=2)
     args.train_batch_size, args.auto_find_batch_size = rows, finds_batch_size
