@@ -109,7 +109,7 @@ def calibrate(
         )
     blocks, held_out = read_blocks(text, tokenizer, block_size, max_blocks)
     pieces = [piece for block in blocks for piece in block.split(length)]
-    try:  # the numbers and texts of the choice differ from those of the evaluation.
+    try:  # the numbers and texts of the choice differ from those of the evaluation
         passages = make_passages(tokenizer, torch.cat(blocks), length, len(blocks), window, seed=0)
         questions = make_passages(tokenizer, torch.cat(held_out), length, 2 * len(held_out), window, seed=1)
     except ValueError:  # there is no room for a number outside the window

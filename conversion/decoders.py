@@ -58,7 +58,7 @@ def convert_config(source: PreTrainedConfig, tensors: Collection[str] = ()) -> L
             raise ValueError(f"`{field}` of a {kind} model to convert must be {rule}; got {value!r}")
 
     def known(field: str):
-        """A field's value; None if the model does not know the field: it ignores it, and so do we."""
+        """A field's value; None if the source's class does not have the field, which its model ignores."""
         return getattr(source, field, None) if hasattr(type(source), field) else None
 
     activation = known("hidden_activation") or source.hidden_act

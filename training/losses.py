@@ -124,6 +124,7 @@ def _mean_of(transform: Callable[[torch.Tensor], torch.Tensor], causal: bool) ->
             # Recomputed in the backward pass, because what cross-entropy saves for it is as large as the logits.
             total = total + checkpoint(sum_of, *chunk, use_reentrant=False, preserve_rng_state=False)
         count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+        count = torch.as_tensor(count, device=total.device)
+        return total / count.masked_fill(count == 0, 1)
 
     return compute_loss

@@ -448,6 +448,10 @@ def break_code(folder):
     (folder / "visibility_lsgpt.py").unlink()
 
 
+def break_recipe(folder):
+    (folder / "recipe.yaml").write_text("run_name: [")
+
+
 def leave_a_token(folder):
     with (folder / "recipe.yaml").open("a") as file:
         file.write("hub_token: hf_secret\n")
@@ -472,6 +476,7 @@ def leave_a_license_without_a_name(folder):
         (lack_an_embedding, r"must be the model's: it has 700 tokens, and the model's `vocab_size` is 600"),
         (add_a_tensor, r": model\.extra"),
         (break_code, r"lacks visibility_lsgpt\.py"),
+        (break_recipe, r"recipe.yaml is not valid YAML"),
         (leave_a_token, "must not hold `hub_token`"),
         (leave_a_license_without_a_name, "`license_name` and `license_link`"),
     ],

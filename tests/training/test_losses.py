@@ -145,6 +145,9 @@ def test_labels_that_are_all_ignored():
     for count in (None, torch.tensor(0), 0):  # a Trainer counts the labels of the whole step
         loss = exponentiated_loss(0.5)((logits,), torch.full((2, 5), -100), count)
         assert loss == 0 and not gradient(loss, logits).any()
+    labels = torch.full((1, 2), 3)
+    one, half = (exponentiated_loss(0.5)((logits[:1, :2],), labels, count) for count in (1, torch.tensor(0.5)))
+    assert half == 2 * one  # as where processes share a row, and its count
 
 
 def test_packed_documents_are_as_separate_ones(tiny_model):
