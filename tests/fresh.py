@@ -124,7 +124,7 @@ def run(*arguments, cwd=".", **variables) -> str:
 
 
 def find_port() -> int:
-    """A free port, not one of those that the system gives to whoever asks for any: it may be used later."""
+    """A free port. As it is used only later, it is not one of those that the system gives to whoever asks for any."""
     for port in random.SystemRandom().sample(range(10_000, 32_768), 100):  # not the same in all workers of pytest
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
